@@ -1,0 +1,176 @@
+//! What one block of KV looks like.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Element type of K and V in a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvDtype {
+    /// 32-bit IEEE float.
+    F32,
+    /// 16-bit IEEE float.
+    F16,
+}
+
+impl KvDtype {
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 => 2,
+        }
+    }
+
+    /// The name used on the command line and on the wire.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+        }
+    }
+}
+
+impl fmt::Display for KvDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for KvDtype {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "f32" => Ok(Self::F32),
+            "f16" => Ok(Self::F16),
+            _ => Err(format!("unknown KV dtype '{text}': f16 or f32")),
+        }
+    }
+}
+
+/// Everything two workers must agree on before one reads the other's KV.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvLayout {
+    /// Digest of the model's weights and configuration.
+    pub model_digest: [u8; 32],
+    /// Layers that hold KV.
+    pub num_layers: usize,
+    /// KV heads of a layer.
+    pub num_kv_heads: usize,
+    /// Elements of one head.
+    pub head_dim: usize,
+    /// Tokens of one block.
+    pub block_size: usize,
+    /// Element type.
+    pub dtype: KvDtype,
+    /// Order of elements inside a block, by name.
+    pub arrangement: String,
+    /// Kernel path, KV dtype and weight format; KV is exact only within one id.
+    pub numerics_id: String,
+}
+
+impl KvLayout {
+    /// Bytes of K and V of one block in one layer.
+    pub const fn block_layer_bytes(&self) -> usize {
+        2 * self.num_kv_heads * self.head_dim * self.block_size * self.dtype.size()
+    }
+
+    /// Bytes of one block over all layers.
+    pub const fn block_bytes(&self) -> usize {
+        self.block_layer_bytes() * self.num_layers
+    }
+
+    /// Bytes that one token takes over all layers.
+    pub const fn token_bytes(&self) -> usize {
+        2 * self.num_kv_heads * self.head_dim * self.dtype.size() * self.num_layers
+    }
+
+    /// Blocks that `num_tokens` tokens fill, the last one perhaps partly.
+    pub const fn blocks_for(&self, num_tokens: usize) -> usize {
+        num_tokens.div_ceil(self.block_size)
+    }
+
+    /// Whether KV of `other` can be used here byte for byte.
+    ///
+    /// # Errors
+    /// The first field that differs, with both values.
+    pub fn check(&self, other: &Self) -> Result<(), LayoutMismatch> {
+        let hex = |d: &[u8; 32]| d.iter().take(8).map(|b| format!("{b:02x}")).collect::<String>();
+        let pairs = [
+            ("model_digest", hex(&self.model_digest), hex(&other.model_digest)),
+            ("num_layers", self.num_layers.to_string(), other.num_layers.to_string()),
+            ("num_kv_heads", self.num_kv_heads.to_string(), other.num_kv_heads.to_string()),
+            ("head_dim", self.head_dim.to_string(), other.head_dim.to_string()),
+            ("block_size", self.block_size.to_string(), other.block_size.to_string()),
+            ("kv_dtype", self.dtype.to_string(), other.dtype.to_string()),
+            ("arrangement", self.arrangement.clone(), other.arrangement.clone()),
+            ("numerics_id", self.numerics_id.clone(), other.numerics_id.clone()),
+        ];
+        for (field, ours, theirs) in pairs {
+            if ours != theirs {
+                return Err(LayoutMismatch { field, ours, theirs });
+            }
+        }
+        // The pairs show a prefix of the digest; equality is decided on all of it.
+        if self.model_digest != other.model_digest {
+            return Err(LayoutMismatch {
+                field: "model_digest",
+                ours: hex(&self.model_digest),
+                theirs: hex(&other.model_digest),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Two layouts that can't exchange KV.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("KV layouts differ in {field}: ours is {ours}, theirs is {theirs}")]
+pub struct LayoutMismatch {
+    /// The field that differs.
+    pub field: &'static str,
+    /// This side's value.
+    pub ours: String,
+    /// The other side's value.
+    pub theirs: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn smollm() -> KvLayout {
+        KvLayout {
+            model_digest: [7; 32],
+            num_layers: 30,
+            num_kv_heads: 3,
+            head_dim: 64,
+            block_size: 16,
+            dtype: KvDtype::F16,
+            arrangement: "test".into(),
+            numerics_id: "test".into(),
+        }
+    }
+
+    #[test]
+    fn sizes_of_the_default_model() {
+        let layout = smollm();
+        assert_eq!(layout.token_bytes(), 23_040); // 22.5 KiB
+        assert_eq!(layout.block_bytes(), 360 * 1024);
+        assert_eq!(layout.blocks_for(0), 0);
+        assert_eq!(layout.blocks_for(16), 1);
+        assert_eq!(layout.blocks_for(17), 2);
+    }
+
+    #[test]
+    fn a_mismatch_names_the_field_and_both_sides() {
+        let ours = smollm();
+        let theirs = KvLayout { block_size: 32, ..smollm() };
+        let error = ours.check(&theirs).unwrap_err();
+        assert_eq!(error.to_string(), "KV layouts differ in block_size: ours is 16, theirs is 32");
+        let mut digest = [7; 32];
+        digest[31] = 8;
+        let error = ours.check(&KvLayout { model_digest: digest, ..smollm() }).unwrap_err();
+        assert_eq!(error.field, "model_digest");
+    }
+}

@@ -1,0 +1,245 @@
+//! The block pool: who holds which block, and when it is free again.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use crate::block::{Block, Handle};
+
+/// Called after blocks became free, from the thread that freed them; must not block.
+pub type FreeHook = Box<dyn Fn() + Send + Sync>;
+
+/// Blocks by state; always `free + cached + held + draining = total`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct PoolCounts {
+    /// Allocatable now.
+    pub free: usize,
+    /// Only in the prefix cache: allocatable after eviction.
+    pub cached: usize,
+    /// With a holder.
+    pub held: usize,
+    /// Without a holder, still pinned by a lease.
+    pub draining: usize,
+    /// All blocks.
+    pub total: usize,
+}
+
+/// Hands out blocks of an arena and takes them back when the last holder and the last lease are gone.
+#[derive(Clone)]
+pub struct BlockPool {
+    shared: Arc<Shared>,
+}
+
+pub(crate) struct Shared {
+    state: Mutex<State>,
+    on_free: OnceLock<FreeHook>,
+}
+
+struct State {
+    free: Vec<u32>,
+    slots: Vec<Slot>,
+    held: usize,
+    cached: usize,
+    /// Cached blocks that lost their last user since the prefix cache looked.
+    idle: Vec<u32>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Slot {
+    holders: u32,
+    pins: u32,
+    /// The prefix cache knows this block; it is not freed when its last user is gone.
+    cached: bool,
+}
+
+impl Slot {
+    const fn in_use(self) -> bool {
+        self.holders > 0 || self.pins > 0
+    }
+}
+
+impl State {
+    /// A user of block `id` is gone. True when the block became allocatable, at once or by eviction.
+    fn settle(&mut self, id: u32) -> bool {
+        let slot = self.slots[id as usize];
+        if slot.in_use() {
+            return false;
+        }
+        if slot.cached {
+            self.cached += 1;
+            self.idle.push(id);
+        } else {
+            self.free.push(id);
+        }
+        true
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A panic while the lock is held leaves counts that are still whole: every update is a few integer writes.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn pin(&self, ids: &[u32]) {
+        let mut state = self.state();
+        for &id in ids {
+            state.slots[id as usize].pins += 1;
+        }
+    }
+
+    pub(crate) fn unpin(&self, ids: &[u32]) {
+        let mut freed = false;
+        {
+            let mut state = self.state();
+            for &id in ids {
+                state.slots[id as usize].pins -= 1;
+                freed |= state.settle(id);
+            }
+        }
+        if freed {
+            self.freed();
+        }
+    }
+
+    /// One more holder of a block that the caller holds or the prefix cache knows.
+    pub(crate) fn hold(&self, id: u32) {
+        let mut state = self.state();
+        let slot = &mut state.slots[id as usize];
+        let idle = !slot.in_use();
+        slot.holders += 1;
+        if slot.holders == 1 {
+            state.held += 1;
+        }
+        if idle {
+            state.cached -= 1;
+        }
+    }
+
+    pub(crate) fn release(&self, id: u32) {
+        let freed = {
+            let mut state = self.state();
+            let slot = &mut state.slots[id as usize];
+            slot.holders -= 1;
+            if slot.holders == 0 {
+                state.held -= 1;
+            }
+            state.settle(id)
+        };
+        if freed {
+            self.freed();
+        }
+    }
+
+    /// Whether the caller, a holder, is the block's only user, so that it may write.
+    pub(crate) fn is_sole_user(&self, id: u32) -> bool {
+        let slot = self.state().slots[id as usize];
+        slot.holders == 1 && slot.pins == 0 && !slot.cached
+    }
+
+    /// The prefix cache takes note of a block that somebody holds.
+    pub(crate) fn set_cached(&self, id: u32) {
+        self.state().slots[id as usize].cached = true;
+    }
+
+    /// The prefix cache forgets a block. False when the block is in use, and then it stays known.
+    pub(crate) fn evict(&self, id: u32) -> bool {
+        let mut state = self.state();
+        let slot = &mut state.slots[id as usize];
+        if slot.in_use() || !slot.cached {
+            return false;
+        }
+        slot.cached = false;
+        state.cached -= 1;
+        state.free.push(id);
+        true
+    }
+
+    pub(crate) fn take_idle(&self, into: &mut Vec<u32>) {
+        into.append(&mut self.state().idle);
+    }
+
+    pub(crate) fn is_idle(&self, id: u32) -> bool {
+        !self.state().slots[id as usize].in_use()
+    }
+
+    fn freed(&self) {
+        if let Some(hook) = self.on_free.get() {
+            hook();
+        }
+    }
+}
+
+impl BlockPool {
+    /// A pool over blocks `0..total`.
+    pub fn new(total: usize) -> Self {
+        let total = u32::try_from(total).unwrap_or(u32::MAX);
+        Self {
+            shared: Arc::new(Shared {
+                state: Mutex::new(State {
+                    free: (0..total).rev().collect(),
+                    slots: vec![Slot::default(); total as usize],
+                    held: 0,
+                    cached: 0,
+                    idle: Vec::new(),
+                }),
+                on_free: OnceLock::new(),
+            }),
+        }
+    }
+
+    /// Sets what is called after blocks became free. Only the first call has an effect.
+    pub fn on_free(&self, hook: FreeHook) {
+        let _ = self.shared.on_free.set(hook);
+    }
+
+    /// All of `count` blocks or none, each with one holder and writable.
+    pub fn allocate(&self, count: usize) -> Option<Vec<Block>> {
+        let mut state = self.shared.state();
+        let keep = state.free.len().checked_sub(count)?;
+        let ids = state.free.split_off(keep);
+        for &id in &ids {
+            state.slots[id as usize].holders = 1;
+        }
+        state.held += ids.len();
+        drop(state);
+        Some(ids.into_iter().map(|id| Block(Handle { id, shared: Arc::clone(&self.shared) })).collect())
+    }
+
+    /// Blocks by state, at one instant.
+    pub fn counts(&self) -> PoolCounts {
+        let state = self.shared.state();
+        let (free, cached, held, total) = (state.free.len(), state.cached, state.held, state.slots.len());
+        PoolCounts { free, cached, held, draining: total - free - cached - held, total }
+    }
+
+    pub(crate) const fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    /// Recounts every block and compares with the running counts.
+    ///
+    /// # Errors
+    /// What is inconsistent, for a loud log line.
+    pub fn check(&self) -> Result<(), String> {
+        let state = self.shared.state();
+        let count = |of: fn(&Slot) -> bool| state.slots.iter().filter(|s| of(s)).count();
+        let held = count(|s| s.holders > 0);
+        let draining = count(|s| s.holders == 0 && s.pins > 0);
+        let cached = count(|s| s.cached && !s.in_use());
+        let (free, total) = (state.free.len(), state.slots.len());
+        if (held, cached) != (state.held, state.cached) || free + cached + held + draining != total {
+            return Err(format!(
+                "free {free} + cached {cached} + held {held} + draining {draining} != total {total} \
+                 (counters: cached {}, held {})",
+                state.cached, state.held
+            ));
+        }
+        let mut seen = vec![false; total];
+        for &id in &state.free {
+            let slot = state.slots[id as usize];
+            if slot.in_use() || slot.cached || std::mem::replace(&mut seen[id as usize], true) {
+                return Err(format!("block {id} is in the free list twice or while in use"));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,137 @@
+//! Random sequences over a prefix cache against a model that remembers every prompt's blocks.
+
+use std::collections::{HashMap, HashSet};
+
+use proptest::prelude::*;
+
+use crate::{BlockHash, BlockPool, BlockTable, Inserted, PrefixCache, Replacement};
+
+const BLOCK: usize = 2;
+
+/// Computes a sequence the way a scheduler does: looks up, allocates the rest (evicting), inserts full blocks.
+fn run(cache: &mut PrefixCache, pool: &BlockPool, tokens: &[u32]) -> Option<(BlockTable, usize)> {
+    let hashes = cache.hashes(tokens, BLOCK);
+    let hits = cache.lookup(&hashes);
+    let num_hits = hits.len();
+    let need = tokens.len().div_ceil(BLOCK) - num_hits;
+    let free = pool.counts().free;
+    if free < need {
+        cache.evict(need - free);
+    }
+    let mut table = BlockTable::new();
+    table.extend_shared(hits);
+    table.extend(pool.allocate(need)?);
+    for nth in num_hits..hashes.len() {
+        let parent = if nth == 0 { cache.root() } else { hashes[nth - 1] };
+        let block = table.share(nth).unwrap();
+        if let Inserted::Existing(known) = cache.insert(parent, hashes[nth], &block) {
+            table.replace(nth, Replacement::Shared(known));
+        }
+    }
+    Some((table, num_hits))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
+
+    #[test]
+    fn hits_are_exactly_the_known_prefix_and_no_block_is_lost(
+        total in 1usize..24,
+        ops in prop::collection::vec((prop::collection::vec(0u32..2, 1..12), any::<bool>(), 0usize..4), 1..80),
+    ) {
+        let pool = BlockPool::new(total);
+        let mut cache = PrefixCache::new(&pool, b"test");
+        let mut live: Vec<(Vec<u32>, BlockTable)> = Vec::new();
+        // What each cached block holds: the tokens from the start to its end.
+        let mut contents: HashMap<u32, Vec<u32>> = HashMap::new();
+        for (tokens, fork, drop_nth) in ops {
+            let known = cache.peek(&cache.hashes(&tokens, BLOCK));
+            if let Some((mut table, hits)) = run(&mut cache, &pool, &tokens) {
+                prop_assert_eq!(hits, known);
+                for (nth, &id) in table.ids().iter().enumerate().take(tokens.len() / BLOCK) {
+                    let prefix = tokens[..(nth + 1) * BLOCK].to_vec();
+                    if nth < hits {
+                        prop_assert_eq!(&contents[&id], &prefix, "a hit holds this very prefix");
+                    }
+                    contents.insert(id, prefix);
+                }
+                if fork {
+                    let other = table.fork();
+                    prop_assert_eq!(other.ids(), table.ids());
+                    live.push((tokens.clone(), other));
+                }
+                live.push((tokens, table));
+            } else {
+                prop_assert!(pool.counts().free < tokens.len().div_ceil(BLOCK));
+            }
+            if drop_nth < live.len() {
+                live.swap_remove(drop_nth);
+            }
+            prop_assert_eq!(pool.check(), Ok(()));
+            let referenced: HashSet<u32> = live.iter().flat_map(|(_, t)| t.ids().to_vec()).collect();
+            let counts = pool.counts();
+            prop_assert_eq!(counts.held, referenced.len(), "distinct blocks in use");
+            prop_assert_eq!(counts.free + counts.cached + counts.held, total);
+        }
+        live.clear();
+        let cached = pool.counts().cached;
+        prop_assert_eq!(cache.evict(usize::MAX), cached, "every idle block can be evicted");
+        prop_assert_eq!(pool.counts().free, total);
+        prop_assert!(cache.is_empty());
+    }
+
+    #[test]
+    fn copy_on_write_keeps_one_writer(forks in 1usize..5) {
+        let pool = BlockPool::new(16);
+        let mut parent = BlockTable::new();
+        parent.extend(pool.allocate(3).unwrap());
+        let mut tables: Vec<BlockTable> = (0..forks).map(|_| parent.fork()).collect();
+        tables.push(parent);
+        prop_assert_eq!(pool.counts().held, 3);
+        let mut owned = HashSet::new();
+        for table in &mut tables {
+            if !table.is_writable(2) {
+                let block = pool.allocate(1).unwrap().pop().unwrap();
+                table.replace(2, Replacement::Owned(block));
+            }
+            prop_assert!(table.is_writable(2));
+            prop_assert!(owned.insert(table.ids()[2]), "a writable block has one holder");
+        }
+        // The last table took the original back instead of copying it.
+        prop_assert_eq!(pool.counts().held, 2 + tables.len());
+    }
+}
+
+#[test]
+fn least_recently_used_leaf_goes_first() {
+    let pool = BlockPool::new(6);
+    let mut cache = PrefixCache::new(&pool, b"test");
+    let (a, b) = ([1, 1, 2, 2], [1, 1, 3, 3]);
+    drop(run(&mut cache, &pool, &a).unwrap());
+    drop(run(&mut cache, &pool, &b).unwrap());
+    assert_eq!(pool.counts().cached, 3, "the first block is shared");
+    drop(run(&mut cache, &pool, &a).unwrap());
+    assert_eq!(cache.evict(1), 1);
+    let peek = |tokens: &[u32]| cache.peek(&cache.hashes(tokens, BLOCK));
+    assert_eq!((peek(&a), peek(&b)), (2, 1), "b's own leaf was older");
+}
+
+#[test]
+fn a_block_in_use_is_not_evicted() {
+    let pool = BlockPool::new(4);
+    let mut cache = PrefixCache::new(&pool, b"test");
+    let (table, _) = run(&mut cache, &pool, &[1, 2, 3, 4]).unwrap();
+    assert_eq!(cache.evict(10), 0);
+    let lease = table.read_lease();
+    drop(table);
+    assert_eq!(cache.evict(10), 0, "leased");
+    drop(lease);
+    assert_eq!(cache.evict(10), 2);
+}
+
+#[test]
+fn a_salt_separates_models() {
+    let hash = |salt: &[u8]| BlockHash::root(salt).next(&[1, 2]);
+    assert_ne!(hash(b"a"), hash(b"b"));
+    assert_eq!(hash(b"a"), hash(b"a"));
+}

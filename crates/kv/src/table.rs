@@ -1,0 +1,167 @@
+//! A sequence's block table.
+
+use std::sync::Arc;
+
+use crate::block::{Block, SharedBlock};
+use crate::lease::{ReadLease, WriteLease};
+use crate::pool::Shared;
+
+/// One place of a table.
+#[derive(Debug)]
+enum Entry {
+    Owned(Block),
+    Shared(SharedBlock),
+}
+
+impl Entry {
+    fn id(&self) -> u32 {
+        match self {
+            Self::Owned(block) => block.id(),
+            Self::Shared(block) => block.id(),
+        }
+    }
+
+    fn pool(&self) -> &Arc<Shared> {
+        match self {
+            Self::Owned(block) => &block.0.shared,
+            Self::Shared(block) => block.pool(),
+        }
+    }
+}
+
+/// The blocks of one sequence in token order, with their arena indices beside them for step plans.
+#[derive(Debug, Default)]
+pub struct BlockTable {
+    entries: Vec<Entry>,
+    ids: Vec<u32>,
+}
+
+impl BlockTable {
+    /// An empty table.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Appends writable blocks.
+    pub fn extend(&mut self, blocks: Vec<Block>) {
+        self.ids.extend(blocks.iter().map(Block::id));
+        self.entries.extend(blocks.into_iter().map(Entry::Owned));
+    }
+
+    /// Appends read-only blocks.
+    pub fn extend_shared(&mut self, blocks: Vec<SharedBlock>) {
+        self.ids.extend(blocks.iter().map(SharedBlock::id));
+        self.entries.extend(blocks.into_iter().map(Entry::Shared));
+    }
+
+    /// Arena indices: token `i` lies in `ids()[i / block_size]`, slot `i % block_size`.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// Blocks held.
+    pub fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Whether no block is held.
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// Blocks that are this table's alone to write.
+    pub fn num_owned(&self) -> usize {
+        self.entries.iter().filter(|entry| matches!(entry, Entry::Owned(_))).count()
+    }
+
+    /// A second table over the same blocks, which are read-only in both from here on.
+    pub fn fork(&mut self) -> Self {
+        let shared: Vec<SharedBlock> = (0..self.len()).filter_map(|nth| self.share(nth)).collect();
+        let mut other = Self::new();
+        other.extend_shared(shared);
+        other
+    }
+
+    /// Makes the `nth` block read-only and returns a second handle to it; `None` beyond the table.
+    pub fn share(&mut self, nth: usize) -> Option<SharedBlock> {
+        let entry = self.entries.get_mut(nth)?;
+        if let Entry::Shared(block) = entry {
+            return Some(block.clone());
+        }
+        // An owned block is moved out of its place by putting its shared form there.
+        let Entry::Owned(block) = self.entries.swap_remove(nth) else { return None };
+        let block = block.share();
+        let second = block.clone();
+        self.entries.push(Entry::Shared(block));
+        let last = self.entries.len() - 1;
+        self.entries.swap(nth, last);
+        Some(second)
+    }
+
+    /// Whether the `nth` block may be written, taking it back from sharing when this table is its only user.
+    pub fn is_writable(&mut self, nth: usize) -> bool {
+        match self.entries.get(nth) {
+            None => false,
+            Some(Entry::Owned(_)) => true,
+            Some(Entry::Shared(_)) => self.reclaim(nth),
+        }
+    }
+
+    fn reclaim(&mut self, nth: usize) -> bool {
+        let Entry::Shared(block) = self.entries.swap_remove(nth) else { return false };
+        let (entry, owned) = match block.try_own() {
+            Ok(block) => (Entry::Owned(block), true),
+            Err(block) => (Entry::Shared(block), false),
+        };
+        self.entries.push(entry);
+        let last = self.entries.len() - 1;
+        self.entries.swap(nth, last);
+        owned
+    }
+
+    /// Puts another block in the `nth` place and gives up the one that was there: after a copy, or for
+    /// an equal block of the prefix cache.
+    pub fn replace(&mut self, nth: usize, block: Replacement) {
+        let entry = match block {
+            Replacement::Owned(block) => Entry::Owned(block),
+            Replacement::Shared(block) => Entry::Shared(block),
+        };
+        if let (Some(place), Some(id)) = (self.entries.get_mut(nth), self.ids.get_mut(nth)) {
+            *id = entry.id();
+            *place = entry;
+        }
+    }
+
+    /// A lease to read all blocks.
+    pub fn read_lease(&self) -> ReadLease {
+        ReadLease::new(self.pool(), &self.ids)
+    }
+
+    /// A lease to write all blocks from the `skip`th on, which must be owned; `None` if one is shared.
+    pub fn write_lease(&self, skip: usize) -> Option<WriteLease> {
+        let (entries, ids) = (self.entries.get(skip..)?, self.ids.get(skip..)?);
+        entries
+            .iter()
+            .all(|entry| matches!(entry, Entry::Owned(_)))
+            .then(|| WriteLease::new(self.pool(), ids, skip))
+    }
+
+    fn pool(&self) -> Option<&Arc<Shared>> {
+        self.entries.first().map(Entry::pool)
+    }
+
+    /// Returns every block to the pool (shared ones when their last holder goes, leased ones once their lease ends).
+    pub fn clear(&mut self) {
+        self.ids.clear();
+        self.entries.clear();
+    }
+}
+
+/// What [`BlockTable::replace`] puts in place.
+#[derive(Debug)]
+pub enum Replacement {
+    /// A writable block.
+    Owned(Block),
+    /// A read-only one.
+    Shared(SharedBlock),
+}

@@ -1,0 +1,118 @@
+//! Random operations on pool, tables and leases against a simple model.
+
+use std::collections::HashSet;
+
+use proptest::prelude::*;
+
+use crate::{BlockPool, BlockTable, ReadLease, WriteLease};
+
+#[derive(Debug, Clone)]
+enum Op {
+    Allocate(usize),
+    DropTable(usize),
+    LeaseRead(usize),
+    LeaseWrite(usize),
+    DropRead(usize),
+    DropWrite(usize),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        (0usize..6).prop_map(Op::Allocate),
+        any::<usize>().prop_map(Op::DropTable),
+        any::<usize>().prop_map(Op::LeaseRead),
+        any::<usize>().prop_map(Op::LeaseWrite),
+        any::<usize>().prop_map(Op::DropRead),
+        any::<usize>().prop_map(Op::DropWrite),
+    ]
+}
+
+fn take<T>(items: &mut Vec<T>, n: usize) -> Option<T> {
+    (!items.is_empty()).then(|| items.swap_remove(n % items.len()))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_block_is_free_exactly_when_neither_held_nor_leased(
+        total in 0usize..20,
+        ops in prop::collection::vec(op(), 0..200),
+    ) {
+        let pool = BlockPool::new(total);
+        let mut tables: Vec<BlockTable> = Vec::new();
+        let mut reads: Vec<ReadLease> = Vec::new();
+        let mut writes: Vec<WriteLease> = Vec::new();
+        for op in ops {
+            let free_before = pool.counts().free;
+            match op {
+                Op::Allocate(n) => match pool.allocate(n) {
+                    Some(blocks) => {
+                        prop_assert!(n <= free_before);
+                        let mut table = BlockTable::new();
+                        table.extend(blocks);
+                        tables.push(table);
+                    }
+                    None => prop_assert!(n > free_before),
+                },
+                Op::DropTable(n) => drop(take(&mut tables, n)),
+                Op::LeaseRead(n) if !tables.is_empty() => reads.push(tables[n % tables.len()].read_lease()),
+                Op::LeaseWrite(n) if !tables.is_empty() => writes.push(tables[n % tables.len()].write_lease(0).unwrap()),
+                Op::DropRead(n) => drop(take(&mut reads, n)),
+                Op::DropWrite(n) => drop(take(&mut writes, n)),
+                _ => {}
+            }
+            let held: Vec<u32> = tables.iter().flat_map(|t| t.ids().to_vec()).collect();
+            let distinct: HashSet<u32> = held.iter().copied().collect();
+            prop_assert_eq!(distinct.len(), held.len(), "a writable block has one holder");
+            let mut in_use = distinct.clone();
+            in_use.extend(reads.iter().flat_map(|l| (0..l.len()).filter_map(|i| l.block(i))));
+            in_use.extend(writes.iter().flat_map(|l| (0..l.len()).filter_map(|i| l.block(i))));
+            let counts = pool.counts();
+            prop_assert_eq!(counts.held, held.len());
+            prop_assert_eq!(counts.free, total - in_use.len());
+            prop_assert_eq!(counts.draining, in_use.len() - held.len());
+            prop_assert_eq!(pool.check(), Ok(()));
+        }
+        tables.clear();
+        reads.clear();
+        writes.clear();
+        prop_assert_eq!(pool.counts().free, total);
+    }
+}
+
+#[test]
+fn a_fenced_lease_keeps_its_blocks_until_the_writer_drops_it() {
+    let pool = BlockPool::new(4);
+    let mut table = BlockTable::new();
+    table.extend(pool.allocate(3).unwrap());
+    let lease = table.write_lease(1).unwrap();
+    assert_eq!((lease.skip(), lease.len(), lease.block(0)), (1, 3, None), "indices are the sequence's");
+    assert!(lease.block(1).is_some());
+    let fence = lease.fence();
+    drop(table);
+    fence.close();
+    assert!(lease.is_fenced());
+    assert!(pool.allocate(3).is_none(), "two blocks still belong to the writer");
+    drop(lease);
+    assert_eq!(pool.counts().free, 4);
+}
+
+#[test]
+fn freeing_calls_the_hook() {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    let pool = BlockPool::new(2);
+    let calls = Arc::new(AtomicUsize::new(0));
+    let seen = Arc::clone(&calls);
+    pool.on_free(Box::new(move || {
+        seen.fetch_add(1, Ordering::SeqCst);
+    }));
+    let mut table = BlockTable::new();
+    table.extend(pool.allocate(1).unwrap());
+    let lease = table.read_lease();
+    drop(table);
+    assert_eq!(calls.load(Ordering::SeqCst), 0, "still leased");
+    drop(lease);
+    assert_eq!(calls.load(Ordering::SeqCst), 1);
+}

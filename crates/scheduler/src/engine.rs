@@ -1,0 +1,76 @@
+//! What the step loop asks of a model executor.
+
+use baton_kv::KvLayout;
+
+use crate::plan::StepPlan;
+
+/// Whether a step goes on after a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flow {
+    /// Compute the next layer.
+    Continue,
+    /// Leave the step now; nothing of it counts, its KV is written again when the tokens are planned again.
+    Stop,
+}
+
+/// One sampled token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampled {
+    /// Index into [`StepPlan::rows`].
+    pub row: u32,
+    /// Token id.
+    pub token: u32,
+    /// Natural logarithm of its probability, before temperature and truncation.
+    pub logprob: f32,
+}
+
+/// What a step produced.
+#[derive(Clone, Debug, Default)]
+pub struct StepOutput {
+    /// One entry for each row that wanted its last token sampled, in row order. Cleared by the engine first.
+    pub sampled: Vec<Sampled>,
+    /// The step was left early because `on_layer` said [`Flow::Stop`].
+    pub stopped: bool,
+    /// For rows with [`crate::Logits::All`]: `tokens x vocab` floats a row, in row order; otherwise empty.
+    pub logits: Vec<f32>,
+}
+
+/// Why a step could not be done.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EngineError {
+    /// The plan contradicts the layout or the arena: a bug of the planner; the worker stops.
+    #[error("step plan refused: {0}")]
+    BadPlan(String),
+    /// The device failed; the worker stops.
+    #[error("engine failed: {0}")]
+    Fatal(String),
+}
+
+/// A model executor: synchronous, owned by one step loop.
+///
+/// Same tokens however the work is cut: the logits of a row are the same bits whatever other rows the plan
+/// holds, however its prompt was chunked, on however many threads, in whichever blocks, and whether
+/// its prefix was computed here or arrived.
+pub trait Engine: Send {
+    /// How this engine lays out KV.
+    fn layout(&self) -> &KvLayout;
+
+    /// Largest number of tokens that one plan may hold.
+    fn max_step_tokens(&self) -> usize;
+
+    /// Size of the vocabulary.
+    fn vocab_size(&self) -> usize;
+
+    /// Computes one step: performs `plan.copies`, embeds all tokens, writes their K and V into their blocks, attends
+    /// over them, and samples where asked. `on_layer(layer)` is called on the calling thread after each layer,
+    /// once that layer's K and V of this step are complete in block memory.
+    ///
+    /// # Errors
+    /// [`EngineError`]; the engine must not be used again after [`EngineError::Fatal`].
+    fn step(
+        &mut self,
+        plan: &StepPlan,
+        output: &mut StepOutput,
+        on_layer: &mut dyn FnMut(usize) -> Flow,
+    ) -> Result<(), EngineError>;
+}

@@ -1,0 +1,27 @@
+//! Owns what runs next: sequence stages, queues, admission, step plans; and [`Engine`], what a step loop asks
+//! of a model executor.
+//!
+//! Must never know a tensor, a socket, a thread, randomness or a clock: `now` is an argument.
+
+mod admission;
+mod cached;
+mod config;
+mod engine;
+mod event;
+mod plan;
+mod scheduler;
+mod sequence;
+mod step;
+
+#[cfg(test)]
+mod tests;
+
+pub use config::{Refusal, SchedulerConfig};
+pub use engine::{Engine, EngineError, Flow, Sampled, StepOutput};
+pub use event::{Event, StageCounts};
+pub use plan::{BlockCopy, Logits, PlanRow, RowSampling, SamplingParams, SequenceId, StepPlan};
+pub use scheduler::Scheduler;
+pub use sequence::{Finish, FirstToken, NewSequence, Origin};
+
+/// Monotonic time of one process; never compared between processes.
+pub type Time = std::time::Duration;

@@ -1,0 +1,115 @@
+//! The step plan: one ragged batch of prefill chunks and decode rows.
+
+use std::ops::Range;
+
+/// Names a sequence within one scheduler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceId(pub u64);
+
+/// How the next token is drawn from logits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// In (0, 1]; the smallest set of tokens with at least this much probability is kept.
+    pub top_p: f32,
+    /// 0 keeps all.
+    pub top_k: u32,
+    /// In [0, 1): tokens less probable than this share of the most probable one are dropped.
+    pub min_p: f32,
+    /// The random number of a token is a function of (seed, sequence, position) alone.
+    pub seed: u64,
+}
+
+impl SamplingParams {
+    /// The most probable token, always.
+    pub const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, seed: 0 };
+}
+
+/// How one row's next token is sampled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RowSampling {
+    /// The request's parameters.
+    pub params: SamplingParams,
+    /// Which of the request's sequences this is.
+    pub sequence: u32,
+    /// Absolute position of the token to be drawn (prompt length plus tokens generated so far).
+    pub position: u32,
+}
+
+/// Which logits a row wants.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Logits {
+    /// None: a chunk in the middle of a prompt.
+    None,
+    /// Of its last token, to sample from.
+    Last(RowSampling),
+    /// Of every token, copied to [`crate::StepOutput::logits`]; nothing is sampled.
+    All,
+}
+
+/// One sequence's share of a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlanRow {
+    /// Whose tokens these are.
+    pub id: SequenceId,
+    /// Its new tokens, in [`StepPlan::tokens`]; at least one.
+    pub tokens: Range<usize>,
+    /// Absolute position of the first of them; everything before is in the blocks already.
+    pub position: usize,
+    /// Its block table, in [`StepPlan::blocks`]; covers `position + tokens.len()` tokens.
+    pub blocks: Range<usize>,
+    /// What is wanted of it.
+    pub logits: Logits,
+}
+
+/// A whole block to copy before the step, in all layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    /// Copied from.
+    pub from: u32,
+    /// Copied to.
+    pub to: u32,
+}
+
+/// What the engine computes in one step. Reused from step to step: the vectors keep their capacity.
+#[derive(Clone, Debug, Default)]
+pub struct StepPlan {
+    /// Rows; no sequence appears twice.
+    pub rows: Vec<PlanRow>,
+    /// New tokens of all rows, one after the other.
+    pub tokens: Vec<u32>,
+    /// Block tables of all rows, one after the other.
+    pub blocks: Vec<u32>,
+    /// Block copies to perform first.
+    pub copies: Vec<BlockCopy>,
+}
+
+impl StepPlan {
+    /// Empties the plan and keeps its memory.
+    pub fn clear(&mut self) {
+        self.rows.clear();
+        self.tokens.clear();
+        self.blocks.clear();
+        self.copies.clear();
+    }
+
+    /// Whether there is nothing to compute.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// Appends a row; `tokens` are its new tokens and `blocks` its whole block table.
+    pub fn push(&mut self, id: SequenceId, position: usize, tokens: &[u32], blocks: &[u32], logits: Logits) {
+        let (t, b) = (self.tokens.len(), self.blocks.len());
+        self.tokens.extend_from_slice(tokens);
+        self.blocks.extend_from_slice(blocks);
+        self.rows.push(PlanRow {
+            id,
+            tokens: t..self.tokens.len(),
+            position,
+            blocks: b..self.blocks.len(),
+            logits,
+        });
+    }
+}
