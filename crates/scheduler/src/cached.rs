@@ -4,7 +4,6 @@ use baton_kv::{BlockTable, Inserted, Replacement};
 
 use crate::plan::SequenceId;
 use crate::scheduler::Scheduler;
-use crate::sequence::Origin;
 
 impl Scheduler {
     /// A table for all tokens of a waiting sequence: cached blocks first, then allocated ones, evicting where needed. Also says
@@ -16,9 +15,8 @@ impl Scheduler {
     ) -> Option<(BlockTable, usize)> {
         let sequence = self.sequences.get(&id)?;
         let num_tokens = sequence.tokens.len();
-        // The source samples for a remote sequence; any other needs the logits of its last token, which is so computed again.
-        let remote = sequence.origin == Origin::Remote;
-        let usable = if remote { num_tokens } else { num_tokens - 1 } / self.config.block_size;
+        // The last token's logits are needed, here or at the source: its block is never taken from the cache.
+        let usable = (num_tokens - 1) / self.config.block_size;
         let hits = match &mut self.cache {
             Some(cache) => cache.lookup(&sequence.hashes[..usable.min(sequence.hashes.len())]),
             None => Vec::new(),

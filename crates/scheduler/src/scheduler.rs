@@ -1,6 +1,6 @@
 //! Queues and stage changes: what the shell tells the scheduler, and what the scheduler tells back.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 
 use baton_kv::{BlockPool, BlockTable, PrefixCache};
 
@@ -9,13 +9,13 @@ use crate::admission::Growth;
 use crate::config::{Refusal, SchedulerConfig};
 use crate::event::{Event, StageCounts};
 use crate::plan::{SequenceId, StepPlan};
-use crate::sequence::{FirstToken, NewSequence, Origin, Sequence, Stage, Wait};
+use crate::sequence::{FirstToken, NewSequence, Origin, Sequence, Sequences, Stage, Wait};
 
 /// Decides, step by step, which tokens are computed next and who holds which blocks.
 pub struct Scheduler {
     pub(crate) config: SchedulerConfig,
     pub(crate) pool: BlockPool,
-    pub(crate) sequences: HashMap<SequenceId, Sequence>,
+    pub(crate) sequences: Sequences,
     /// Oldest first; the line for admission (Local and Remote) or for being offered (Prefill).
     pub(crate) line: VecDeque<SequenceId>,
     /// Prefilling and Running, oldest first.
@@ -23,6 +23,8 @@ pub struct Scheduler {
     pub(crate) plan: StepPlan,
     pub(crate) events: Vec<Event>,
     pub(crate) cache: Option<PrefixCache>,
+    /// Scratch of the planner: prompts by urgency.
+    pub(crate) order: Vec<(f64, SequenceId)>,
     pub(crate) growth: Growth,
     pub(crate) preempted_since_step: bool,
     pub(crate) num_preemptions: u64,
@@ -38,11 +40,12 @@ impl Scheduler {
             config,
             pool,
             cache,
-            sequences: HashMap::new(),
+            sequences: Sequences::default(),
             line: VecDeque::new(),
             active: Vec::new(),
             plan: StepPlan::default(),
             events: Vec::new(),
+            order: Vec::new(),
             growth: Growth::new(),
             preempted_since_step: false,
             num_preemptions: 0,
@@ -262,6 +265,9 @@ impl Scheduler {
 
     /// Prefill: offers the best waiting prompts, up to the lookahead.
     pub(crate) fn offer_near_head(&mut self, now: Time) {
+        if self.line.is_empty() {
+            return;
+        }
         let ahead = |s: &Sequence| matches!(s.stage, Stage::Waiting(Wait::Offered | Wait::Granted));
         let mut room =
             self.config.lookahead.saturating_sub(self.sequences.values().filter(|s| ahead(s)).count());

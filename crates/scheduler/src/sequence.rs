@@ -1,6 +1,9 @@
 //! A sequence and the stages it passes. A stage owns its blocks, so a stage change consumes them and a finished
 //! sequence can't keep any.
 
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
 use baton_kv::{BlockHash, BlockTable};
 
 use crate::Time;
@@ -171,5 +174,28 @@ impl Sequence {
 
     pub(crate) fn holds_blocks(&self) -> bool {
         !matches!(self.stage, Stage::Waiting(_))
+    }
+}
+
+/// Live sequences by id.
+pub(crate) type Sequences = HashMap<SequenceId, Sequence, BuildHasherDefault<IdHasher>>;
+
+/// Ids are counters of the shell, not chosen by clients, so one multiplication spreads them well enough; a step looks
+/// each sequence up several times.
+#[derive(Default)]
+pub(crate) struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_u64(u64::from(byte)));
+    }
+
+    fn write_u64(&mut self, id: u64) {
+        // 2^64 / golden ratio; the table takes its bucket from the low bits and its tag from the high ones.
+        self.0 = (self.0 ^ id).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(26);
     }
 }

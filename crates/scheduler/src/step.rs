@@ -133,7 +133,8 @@ impl Scheduler {
         if num_decoding > 0 {
             budget = budget.min(self.config.local_prefill_tokens);
         }
-        let mut order: Vec<(f64, SequenceId)> = Vec::new();
+        let mut order = std::mem::take(&mut self.order);
+        order.clear();
         for id in &self.active {
             let sequence = &self.sequences[id];
             if matches!(sequence.stage, Stage::Prefilling { .. }) {
@@ -141,7 +142,7 @@ impl Scheduler {
             }
         }
         order.sort_by(|a, b| a.0.total_cmp(&b.0));
-        for (_, id) in order {
+        for &(_, id) in &order {
             let sequence = &self.sequences[&id];
             let Stage::Prefilling { table, computed } = &sequence.stage else { continue };
             let (end, last) = chunk_end(*computed, sequence.tokens.len(), budget, self.config.block_size);
@@ -152,6 +153,7 @@ impl Scheduler {
             self.plan.push(id, *computed, &sequence.tokens[*computed..end], table.ids(), logits);
             budget -= end - *computed;
         }
+        self.order = order;
     }
 
     /// Takes in what the engine computed for the current plan. A stopped step changes nothing.
