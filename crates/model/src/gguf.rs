@@ -1,0 +1,222 @@
+//! A GGUF file mapped into memory: where each tensor lies, checked against the file's bounds.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{Cursor, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use candle_core::quantized::gguf_file::{Content, TensorInfo};
+use memmap2::Mmap;
+
+use crate::metadata::Metadata;
+use crate::{ModelError, Tensor, WeightType};
+
+/// Where a tensor lies in the file; checked when it was made.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Entry {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) kind: WeightType,
+    start: usize,
+    len: usize,
+}
+
+/// The mapped file and its table of tensors.
+pub(crate) struct GgufFile {
+    path: PathBuf,
+    map: Mmap,
+    header_bytes: usize,
+    entries: HashMap<String, Entry>,
+}
+
+impl GgufFile {
+    /// Maps the file and reads its header; returns the metadata apart, since it is wanted only once.
+    pub(crate) fn open(path: &Path) -> Result<(GgufFile, Metadata), ModelError> {
+        let file = match File::open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Err(ModelError::NotFound { path: path.to_owned() });
+            }
+            Err(error) => return Err(ModelError::io("open", path)(error)),
+        };
+        if !file.metadata().map_err(ModelError::io("read", path))?.is_file() {
+            return Err(ModelError::corrupt(path, "not a file"));
+        }
+        // SAFETY: the map is read-only and private to this value, which hands out slices no longer than itself. What
+        // the type system can't see is another process changing the file: files in the cache folder are only ever
+        // replaced by rename, which leaves the mapped one as it was, and `Model::open` asks the same of its callers.
+        // Tests: `mapped_tensors_are_the_files_bytes`, `a_mapped_file_may_be_replaced_or_removed`.
+        let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io("map", path))?;
+        let content = read_header(path, &map)?;
+        let header_bytes = usize::try_from(content.tensor_data_offset).unwrap_or(usize::MAX);
+        if header_bytes > map.len() {
+            return Err(ModelError::corrupt(path, "truncated: the file ends before its tensors"));
+        }
+        let entries = content
+            .tensor_infos
+            .iter()
+            .map(|(name, info)| Ok((name.clone(), entry(path, name, info, &content, map.len())?)))
+            .collect::<Result<_, ModelError>>()?;
+        let metadata = Metadata::new(path, content.metadata);
+        Ok((GgufFile { path: path.to_owned(), map, header_bytes, entries }, metadata))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Bytes of everything before the tensors: metadata and table.
+    pub(crate) fn header(&self) -> &[u8] {
+        self.map.get(..self.header_bytes).unwrap_or_default()
+    }
+
+    pub(crate) fn file_bytes(&self) -> usize {
+        self.map.len()
+    }
+
+    pub(crate) fn entry(&self, name: &str) -> Option<&Entry> {
+        self.entries.get(name)
+    }
+
+    pub(crate) fn tensor_bytes(&self) -> u64 {
+        self.entries.values().map(|entry| entry.len as u64).sum()
+    }
+
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.entries.keys().map(String::as_str)
+    }
+
+    pub(crate) fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError> {
+        let entry = self
+            .entries
+            .get(name)
+            .ok_or_else(|| ModelError::corrupt(&self.path, format!("no tensor '{name}'")))?;
+        let data = self.map.get(entry.start..entry.start + entry.len).ok_or_else(|| {
+            ModelError::corrupt(&self.path, format!("tensor '{name}' lies outside the file"))
+        })?;
+        Ok(Tensor {
+            name: name.to_owned(),
+            rows: entry.rows,
+            cols: entry.cols,
+            kind: entry.kind,
+            data: Cow::Borrowed(data),
+        })
+    }
+}
+
+fn read_header(path: &Path, bytes: &[u8]) -> Result<Content, ModelError> {
+    if bytes.is_empty() {
+        return Err(ModelError::corrupt(path, "the file is empty"));
+    }
+    if !bytes.starts_with(b"GGUF") {
+        return Err(ModelError::corrupt(path, "not a GGUF file (it does not start with 'GGUF')"));
+    }
+    let mut reader = HeaderReader { inner: Cursor::new(bytes), state: AlignmentKey::Elsewhere };
+    Content::read(&mut reader).map_err(|error| {
+        // candle's errors may carry a backtrace below the first line.
+        let text = error.to_string();
+        let reason = text.lines().next().unwrap_or_default();
+        if reason.contains("unknown dtype") {
+            ModelError::unsupported(path, format!("{reason}; supported weights: {}", supported_types()))
+        } else if reason.contains("fill whole buffer") {
+            ModelError::corrupt(path, "truncated: the file ends within its header")
+        } else {
+            ModelError::corrupt(path, format!("damaged header: {reason}"))
+        }
+    })
+}
+
+fn supported_types() -> String {
+    WeightType::ALL.map(|kind| kind.to_string()).join(", ")
+}
+
+fn entry(
+    path: &Path,
+    name: &str,
+    info: &TensorInfo,
+    content: &Content,
+    file_bytes: usize,
+) -> Result<Entry, ModelError> {
+    let kind = WeightType::from_ggml(info.ggml_dtype).ok_or_else(|| {
+        ModelError::unsupported(
+            path,
+            format!(
+                "tensor '{name}' has type {:?}; supported weights: {}",
+                info.ggml_dtype,
+                supported_types()
+            ),
+        )
+    })?;
+    let (rows, cols) = match *info.shape.dims() {
+        [cols] => (1, cols),
+        [rows, cols] => (rows, cols),
+        ref dims => {
+            return Err(ModelError::unsupported(
+                path,
+                format!("tensor '{name}' has {} dimensions", dims.len()),
+            ));
+        }
+    };
+    let corrupt = |what: &str| ModelError::corrupt(path, format!("tensor '{name}' {what}"));
+    let row_bytes = kind.row_bytes(cols).ok_or_else(|| corrupt("has rows that are not whole blocks"))?;
+    let len = row_bytes.checked_mul(rows).ok_or_else(|| corrupt("has an impossible size"))?;
+    if len == 0 {
+        return Err(corrupt("is empty"));
+    }
+    let start = content
+        .tensor_data_offset
+        .checked_add(info.offset)
+        .and_then(|start| usize::try_from(start).ok())
+        .ok_or_else(|| corrupt("has an impossible offset"))?;
+    match start.checked_add(len) {
+        Some(end) if end <= file_bytes => Ok(Entry { rows, cols, kind, start, len }),
+        _ => Err(corrupt("lies outside the file: it is truncated or damaged")),
+    }
+}
+
+/// Where [`HeaderReader`] is relative to the alignment's key in the metadata.
+#[derive(Clone, Copy)]
+enum AlignmentKey {
+    Elsewhere,
+    /// The key has just been read: a type follows.
+    Type,
+    /// The type has been read: the value follows.
+    Value,
+}
+
+/// Refuses an alignment of zero, by which candle's reader would divide. The reader asks for each string and number
+/// in a read of its own, so the one after `general.alignment` and its type is the value.
+struct HeaderReader<'a> {
+    inner: Cursor<&'a [u8]>,
+    state: AlignmentKey,
+}
+
+impl Read for HeaderReader<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
+        let len = self.inner.read(buf)?;
+        let got = buf.get(..len).unwrap_or_default();
+        self.state = match self.state {
+            // Keys are compared as the reader compares them: without trailing zeros.
+            AlignmentKey::Elsewhere if trim_zeros(got) == b"general.alignment" => AlignmentKey::Type,
+            AlignmentKey::Elsewhere => AlignmentKey::Elsewhere,
+            AlignmentKey::Type => AlignmentKey::Value,
+            AlignmentKey::Value if got.iter().all(|&byte| byte == 0) => {
+                return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, "general.alignment is 0"));
+            }
+            AlignmentKey::Value => AlignmentKey::Elsewhere,
+        };
+        Ok(len)
+    }
+}
+
+impl Seek for HeaderReader<'_> {
+    fn seek(&mut self, pos: SeekFrom) -> std::io::Result<u64> {
+        self.inner.seek(pos)
+    }
+}
+
+fn trim_zeros(bytes: &[u8]) -> &[u8] {
+    let end = bytes.iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 1);
+    bytes.get(..end).unwrap_or_default()
+}
