@@ -5,7 +5,7 @@
 pub enum RopeStyle {
     /// Element `2i` turns with `2i + 1`. Llama GGUF files are stored for this one (their q and k rows are permuted).
     Interleaved,
-    /// Element `i` turns with `i + head_dim / 2`.
+    /// Element `i` turns with `i + head_dim / 2`. Safetensors models and Qwen GGUF files are stored for this one.
     HalfSplit,
 }
 
@@ -17,7 +17,7 @@ pub enum RopeScaling {
     /// Each frequency is divided by this factor (position interpolation).
     Linear(f32),
     /// Frequency `i` is divided by element `i`; `head_dim / 2` of them (how Llama 3.1 extends its context; GGUF tensor
-    /// `rope_freqs.weight`).
+    /// `rope_freqs.weight`, `rope_type` `llama3` of a `config.json`).
     Factors(Vec<f32>),
 }
 
@@ -25,7 +25,7 @@ pub enum RopeScaling {
 /// model was opened: none is zero, `num_heads` is a multiple of `num_kv_heads`, `head_dim` is even.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
-    /// Architecture family; `llama`.
+    /// Architecture family: `llama`, `qwen2` or `qwen3`.
     pub family: String,
     /// The name the model gives itself.
     pub name: String,
@@ -55,10 +55,17 @@ pub struct ModelConfig {
     pub rms_eps: f32,
     /// Whether the output matrix is the embedding (there is no `output.weight`).
     pub tied_embedding: bool,
+    /// Whether the query, key and value projections add `blk.N.attn_{q,k,v}.bias`.
+    pub attention_bias: bool,
+    /// Whether each query and key head is RMS-normalised, with the weights `blk.N.attn_{q,k}_norm.weight` of
+    /// `head_dim` elements and `rms_eps`, after its projection and before it is rotated.
+    pub qk_norm: bool,
     /// Beginning-of-sequence token, if the model has one.
     pub bos: Option<u32>,
     /// Every token that ends a generation (end of sequence, end of turn, ...), ascending.
     pub eos: Vec<u32>,
+    /// The end token that chat templates mean by `eos_token`.
+    pub turn_end: Option<u32>,
     /// Whether a prompt given as plain text starts with `bos`.
     pub add_bos: bool,
 }

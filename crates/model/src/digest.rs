@@ -7,7 +7,10 @@ use std::path::Path;
 use sha2::{Digest, Sha256};
 
 use crate::ModelError;
+use crate::checkpoint::Checkpoint;
+use crate::folder::Folder;
 use crate::gguf::GgufFile;
+use crate::tensors::TensorTable;
 
 /// Bytes taken at the start, in the middle and at the end of each tensor.
 const SAMPLE_BYTES: usize = 4096;
@@ -24,20 +27,47 @@ pub(crate) fn of_gguf(file: &GgufFile) -> Result<[u8; 32], ModelError> {
     hash.update((file.header().len() as u64).to_le_bytes());
     hash.update(file.header());
     hash.update((file.file_bytes() as u64).to_le_bytes());
-    let mut names: Vec<&str> = file.names().collect();
+    let mut names = file.names();
     names.sort_unstable();
     for name in names {
-        let data = file.tensor(name)?.data;
-        if data.len() <= 3 * SAMPLE_BYTES {
-            hash.update(&data);
-            continue;
-        }
-        let middle = data.len() / 2;
-        for start in [0, middle, data.len() - SAMPLE_BYTES] {
-            hash.update(data.get(start..start + SAMPLE_BYTES).unwrap_or_default());
+        sample(&mut hash, &file.tensor(name)?.data);
+    }
+    Ok(hash.finalize().into())
+}
+
+/// Digest of a model folder: SHA-256 over its documents (configuration, tokenizer, template), and of each safetensors
+/// file, in the order of their names, what [`of_gguf`] takes of a GGUF file.
+pub(crate) fn of_folder(folder: &Folder, weights: &Checkpoint) -> Result<[u8; 32], ModelError> {
+    let mut hash = Sha256::new();
+    hash.update(b"baton folder digest 1");
+    for (name, bytes) in folder.documents() {
+        hash.update((name.len() as u64).to_le_bytes());
+        hash.update(name);
+        hash.update((bytes.len() as u64).to_le_bytes());
+        hash.update(bytes);
+    }
+    for shard in weights.shards() {
+        hash.update((shard.header().len() as u64).to_le_bytes());
+        hash.update(shard.header());
+        hash.update((shard.file_bytes() as u64).to_le_bytes());
+        let mut entries: Vec<_> = shard.entries().collect();
+        entries.sort_unstable_by_key(|(name, _)| *name);
+        for (_, entry) in entries {
+            sample(&mut hash, shard.bytes(entry)?);
         }
     }
     Ok(hash.finalize().into())
+}
+
+/// All of a short tensor; start, middle and end of a long one.
+fn sample(hash: &mut Sha256, data: &[u8]) {
+    if data.len() <= 3 * SAMPLE_BYTES {
+        hash.update(data);
+        return;
+    }
+    for start in [0, data.len() / 2, data.len() - SAMPLE_BYTES] {
+        hash.update(data.get(start..start + SAMPLE_BYTES).unwrap_or_default());
+    }
 }
 
 /// Digest of weights that are made, not read: of what made them and of every byte.

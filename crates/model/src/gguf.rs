@@ -2,25 +2,16 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::fs::File;
 use std::io::{Cursor, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::gguf_file::{Content, TensorInfo};
 use memmap2::Mmap;
 
+use crate::mapped::map_file;
 use crate::metadata::Metadata;
+use crate::tensors::{Entry, TensorTable};
 use crate::{ModelError, Tensor, WeightType};
-
-/// Where a tensor lies in the file; checked when it was made.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Entry {
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
-    pub(crate) kind: WeightType,
-    start: usize,
-    len: usize,
-}
 
 /// The mapped file and its table of tensors.
 pub(crate) struct GgufFile {
@@ -33,21 +24,7 @@ pub(crate) struct GgufFile {
 impl GgufFile {
     /// Maps the file and reads its header; returns the metadata apart, since it is wanted only once.
     pub(crate) fn open(path: &Path) -> Result<(GgufFile, Metadata), ModelError> {
-        let file = match File::open(path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Err(ModelError::NotFound { path: path.to_owned() });
-            }
-            Err(error) => return Err(ModelError::io("open", path)(error)),
-        };
-        if !file.metadata().map_err(ModelError::io("read", path))?.is_file() {
-            return Err(ModelError::corrupt(path, "not a file"));
-        }
-        // SAFETY: the map is read-only and private to this value, which hands out slices no longer than itself. What
-        // the type system can't see is another process changing the file: files in the cache folder are only ever
-        // replaced by rename, which leaves the mapped one as it was, and `Model::open` asks the same of its callers.
-        // Tests: `mapped_tensors_are_the_files_bytes`, `a_mapped_file_may_be_replaced_or_removed`.
-        let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io("map", path))?;
+        let map = map_file(path)?;
         let content = read_header(path, &map)?;
         let header_bytes = usize::try_from(content.tensor_data_offset).unwrap_or(usize::MAX);
         if header_bytes > map.len() {
@@ -62,10 +39,6 @@ impl GgufFile {
         Ok((GgufFile { path: path.to_owned(), map, header_bytes, entries }, metadata))
     }
 
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Bytes of everything before the tensors: metadata and table.
     pub(crate) fn header(&self) -> &[u8] {
         self.map.get(..self.header_bytes).unwrap_or_default()
@@ -75,16 +48,8 @@ impl GgufFile {
         self.map.len()
     }
 
-    pub(crate) fn entry(&self, name: &str) -> Option<&Entry> {
-        self.entries.get(name)
-    }
-
     pub(crate) fn tensor_bytes(&self) -> u64 {
         self.entries.values().map(|entry| entry.len as u64).sum()
-    }
-
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.entries.keys().map(String::as_str)
     }
 
     pub(crate) fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError> {
@@ -92,7 +57,7 @@ impl GgufFile {
             .entries
             .get(name)
             .ok_or_else(|| ModelError::corrupt(&self.path, format!("no tensor '{name}'")))?;
-        let data = self.map.get(entry.start..entry.start + entry.len).ok_or_else(|| {
+        let data = entry.bytes(&self.map).ok_or_else(|| {
             ModelError::corrupt(&self.path, format!("tensor '{name}' lies outside the file"))
         })?;
         Ok(Tensor {
@@ -102,6 +67,24 @@ impl GgufFile {
             kind: entry.kind,
             data: Cow::Borrowed(data),
         })
+    }
+}
+
+impl TensorTable for GgufFile {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn entry(&self, name: &str) -> Option<&Entry> {
+        self.entries.get(name)
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.entries.keys().map(String::as_str).collect()
+    }
+
+    fn own_name(&self, name: &str) -> String {
+        name.to_owned()
     }
 }
 

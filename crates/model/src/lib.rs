@@ -1,26 +1,37 @@
 //! Where a model comes from: its name, its download, its file, its configuration and its digest.
 //!
-//! Owns: [`ModelName`] (what a user types), [`resolve`] (name to a file on this machine, fetching it once into the
-//! user's cache folder), [`Model`] (an opened model: configuration, weights as raw blocks, the source of its
+//! Owns: [`ModelName`] (what a user types), [`resolve`] (name to a file or folder on this machine, fetching it once
+//! into the user's cache folder), [`Model`] (an opened model: configuration, weights as raw blocks, the source of its
 //! tokenizer, its chat template, its digest) and the built-in [tiny model](tiny).
 //!
 //! Must never know: what a token means as text, how a chat template renders, or how weights are multiplied. Weights
 //! leave this crate as the bytes they are stored in.
 
 mod cache;
+mod checkpoint;
+mod checks;
 mod config;
 mod default_model;
 mod digest;
 mod download;
 mod error;
+mod family;
+mod folder;
 mod gguf;
+mod gguf_config;
+mod hf_config;
+mod hf_names;
+mod hf_rope;
+mod hf_tokens;
 mod hub;
+mod mapped;
 mod metadata;
 mod model;
 mod name;
 mod progress;
 mod resolve;
-mod shapes;
+mod safetensors;
+mod tensors;
 pub mod testing;
 pub mod tiny;
 mod tokenizer_source;

@@ -3,9 +3,16 @@
 use std::fmt;
 use std::path::Path;
 
+use crate::checkpoint::Checkpoint;
+use crate::folder::{Folder, TOKENIZER_FILE};
 use crate::gguf::GgufFile;
+use crate::hf_tokens::HfTokens;
+use crate::tensors::{TensorTable, is_vector};
 use crate::tiny::TinyWeights;
-use crate::{ModelConfig, ModelError, ModelSource, Tensor, TokenizerSource, digest, shapes, tiny};
+use crate::{
+    ModelConfig, ModelError, ModelSource, Tensor, TokenizerSource, digest, gguf_config, hf_config, tensors,
+    tiny,
+};
 
 /// A model that can be run: what it is, its weights, and what its tokenizer is made from.
 ///
@@ -14,7 +21,8 @@ pub struct Model {
     /// The checked configuration.
     pub config: ModelConfig,
     /// Tells models apart: equal digests mean that KV computed by one side can be used by the other. For a GGUF file
-    /// SHA-256 over its header, its length and samples of each tensor; for the built-in model over all its weights.
+    /// SHA-256 over its header, its length and samples of each tensor; for a model folder the same over each of its
+    /// safetensors files, and over its JSON files; for the built-in model over all its weights.
     pub digest: [u8; 32],
     /// What the tokenizer is made from.
     pub tokenizer: TokenizerSource,
@@ -25,14 +33,16 @@ pub struct Model {
 
 enum Weights {
     Gguf(GgufFile),
+    Folder(Checkpoint),
     Tiny(TinyWeights),
 }
 
 impl Model {
-    /// Opens a model; the file is checked so far that every tensor the configuration calls for can be had.
+    /// Opens a model; its files are checked so far that every tensor the configuration calls for can be had. A model
+    /// folder opens without its `tokenizer.json`, since a worker needs none.
     ///
-    /// The file stays mapped while the model lives: it may be renamed, removed or replaced by another file of its
-    /// name, but not written to or cut short in place.
+    /// Files stay mapped while the model lives: one may be renamed, removed or replaced by another file of its name,
+    /// but not written to or cut short in place.
     ///
     /// # Errors
     /// [`ModelError::NotFound`], [`ModelError::Corrupt`] (damaged or truncated), [`ModelError::Unsupported`] (the
@@ -41,6 +51,7 @@ impl Model {
         match source {
             ModelSource::Tiny => Ok(Model::tiny()),
             ModelSource::File(path) => Model::open_gguf(path),
+            ModelSource::Folder(path) => Model::open_folder(path),
         }
     }
 
@@ -59,8 +70,8 @@ impl Model {
 
     fn open_gguf(path: &Path) -> Result<Model, ModelError> {
         let (file, mut metadata) = GgufFile::open(path)?;
-        let gguf_tokenizer = shapes::read_tokenizer(&mut metadata)?;
-        let config = shapes::read_config(&file, &metadata, &gguf_tokenizer)?;
+        let gguf_tokenizer = gguf_config::read_tokenizer(&mut metadata)?;
+        let config = gguf_config::read_config(&file, &metadata, &gguf_tokenizer)?;
         // A file without a byte-level vocabulary of its own can bring a tokenizer.json in the same folder.
         let beside = path.with_file_name("tokenizer.json");
         let tokenizer = if gguf_tokenizer.model != "gpt2" && beside.is_file() {
@@ -77,23 +88,45 @@ impl Model {
         })
     }
 
-    /// The tensor of this name. Names are GGUF's: `token_embd.weight`, `output.weight` (absent when the embedding is
-    /// tied), `output_norm.weight`, and for each layer `N` `blk.N.{attn_norm, attn_q, attn_k, attn_v, attn_output,
-    /// ffn_norm, ffn_gate, ffn_up, ffn_down}.weight`.
+    fn open_folder(path: &Path) -> Result<Model, ModelError> {
+        let folder = Folder::read(path)?;
+        let tokens = HfTokens::read(&folder)?;
+        let config = hf_config::read(&folder, &tokens)?;
+        let weights = Checkpoint::open(path, config.tied_embedding)?;
+        tensors::check(&weights, &config, &[])?;
+        Ok(Model {
+            digest: digest::of_folder(&folder, &weights)?,
+            tokenizer: TokenizerSource::Json(path.join(TOKENIZER_FILE)),
+            chat_template: tokens.chat_template,
+            config,
+            weights: Weights::Folder(weights),
+        })
+    }
+
+    /// The tensor of this name. Names are GGUF's, whatever the model was read from: `token_embd.weight`,
+    /// `output.weight` (absent when the embedding is tied), `output_norm.weight`, and for each layer `N`
+    /// `blk.N.{attn_norm, attn_q, attn_k, attn_v, attn_output, ffn_norm, ffn_gate, ffn_up, ffn_down}.weight`; with
+    /// [`ModelConfig::attention_bias`] also `blk.N.{attn_q, attn_k, attn_v}.bias`, with [`ModelConfig::qk_norm`] also
+    /// `blk.N.{attn_q_norm, attn_k_norm}.weight`.
+    ///
+    /// Norms and biases are F32 (one row), whatever they are stored as. Matrices are as stored.
     ///
     /// # Errors
     /// [`ModelError::Corrupt`] if there is none.
     pub fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError> {
-        match &self.weights {
-            Weights::Gguf(file) => file.tensor(name),
-            Weights::Tiny(weights) => weights.tensor(name),
-        }
+        let tensor = match &self.weights {
+            Weights::Gguf(file) => file.tensor(name)?,
+            Weights::Folder(checkpoint) => checkpoint.tensor(name)?,
+            Weights::Tiny(weights) => weights.tensor(name)?,
+        };
+        Ok(if is_vector(name) { tensor.widened() } else { tensor })
     }
 
     /// Whether there is a tensor of this name.
     pub fn has_tensor(&self, name: &str) -> bool {
         match &self.weights {
             Weights::Gguf(file) => file.entry(name).is_some(),
+            Weights::Folder(checkpoint) => checkpoint.entry(name).is_some(),
             Weights::Tiny(weights) => weights.tensor(name).is_ok(),
         }
     }
@@ -102,6 +135,7 @@ impl Model {
     pub fn weights_bytes(&self) -> u64 {
         match &self.weights {
             Weights::Gguf(file) => file.tensor_bytes(),
+            Weights::Folder(checkpoint) => checkpoint.tensor_bytes(),
             Weights::Tiny(weights) => weights.parts().map(|part| part.len() as u64).sum(),
         }
     }

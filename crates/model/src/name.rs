@@ -13,19 +13,21 @@ pub enum ModelName {
     Default,
     /// `builtin:tiny`: a small deterministic model made in memory.
     Tiny,
-    /// A GGUF file, or a folder that holds exactly one.
+    /// A GGUF file, or a folder that holds a safetensors model (`config.json` and `model.safetensors` or its shards),
+    /// or else exactly one GGUF file.
     Path(PathBuf),
     /// A repository on a model hub: `org/name`, or `org/name:file.gguf`. Fetched once; a newer revision is fetched only
-    /// after the file was removed from the cache folder.
+    /// after the files were removed from the cache folder.
     Hub {
         /// `org/name`.
         repo: String,
-        /// The file within the repository; when absent the repository must hold exactly one GGUF file.
+        /// The GGUF file within the repository. When absent, the repository's safetensors model is meant if it
+        /// holds one, else its only GGUF file.
         file: Option<String>,
     },
 }
 
-const ACCEPTED: &str = "expected 'default', 'builtin:tiny', a path to a GGUF file, or a hub id like org/name or org/name:file.gguf";
+const ACCEPTED: &str = "expected 'default', 'builtin:tiny', a path to a GGUF file or a model folder, or a hub id like org/name or org/name:file.gguf";
 
 impl FromStr for ModelName {
     type Err = ModelError;
@@ -93,7 +95,7 @@ fn expand_home(text: &str) -> PathBuf {
 
 /// One segment of a hub path: hub names hold letters, digits, `.`, `_` and `-`. `.` and `..` would walk out of the
 /// cache folder.
-fn is_segment(segment: &str) -> bool {
+pub(crate) fn is_segment(segment: &str) -> bool {
     !segment.is_empty()
         && segment.len() <= 200
         && segment.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'))

@@ -1,9 +1,10 @@
-//! From a name to a file on this machine.
+//! From a name to a file or folder on this machine.
 
 use std::path::{Path, PathBuf};
 
+use crate::folder::{CONFIG_FILE, WEIGHTS_FILE};
 use crate::hub::HubOptions;
-use crate::{ModelError, ModelName, Progress, default_cache_dir, default_model, hub};
+use crate::{ModelError, ModelName, Progress, default_cache_dir, default_model, folder, hub};
 
 /// A model that is on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -12,6 +13,9 @@ pub enum ModelSource {
     Tiny,
     /// A GGUF file.
     File(PathBuf),
+    /// A folder with `config.json`, `model.safetensors` (or several files and `model.safetensors.index.json`) and
+    /// `tokenizer.json`, as model hubs lay it out.
+    Folder(PathBuf),
 }
 
 /// How [`resolve`] may go about it.
@@ -49,19 +53,31 @@ impl<'a> ResolveOptions<'a> {
 pub fn resolve(name: &ModelName, options: &ResolveOptions<'_>) -> Result<ModelSource, ModelError> {
     match name {
         ModelName::Tiny => Ok(ModelSource::Tiny),
-        ModelName::Path(path) => resolve_path(path).map(ModelSource::File),
+        ModelName::Path(path) => resolve_path(path),
         ModelName::Default => default_model::resolve(options).map(ModelSource::File),
-        ModelName::Hub { repo, file } => hub::resolve(repo, file.as_deref(), options).map(ModelSource::File),
+        ModelName::Hub { repo, file } => hub::resolve(repo, file.as_deref(), options),
     }
 }
 
-fn resolve_path(path: &Path) -> Result<PathBuf, ModelError> {
+/// A folder that holds both a safetensors model and GGUF files stands for the former; the latter can be named.
+fn resolve_path(path: &Path) -> Result<ModelSource, ModelError> {
     if path.is_file() {
-        return Ok(path.to_owned());
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            let what = "a safetensors model is named by its folder, which also holds config.json";
+            return Err(ModelError::unsupported(path, what));
+        }
+        return Ok(ModelSource::File(path.to_owned()));
     }
     if !path.is_dir() {
         return Err(ModelError::NotFound { path: path.to_owned() });
     }
+    if folder::is_model(|name| path.join(name).is_file()) {
+        return Ok(ModelSource::Folder(path.to_owned()));
+    }
+    only_gguf(path).map(ModelSource::File)
+}
+
+fn only_gguf(path: &Path) -> Result<PathBuf, ModelError> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(path).map_err(ModelError::io("read", path))? {
         let name = entry.map_err(ModelError::io("read", path))?.file_name().to_string_lossy().into_owned();
@@ -71,6 +87,9 @@ fn resolve_path(path: &Path) -> Result<PathBuf, ModelError> {
     }
     files.sort_unstable();
     match files.as_slice() {
+        // What is missing is told by what is there.
+        [] if path.join(CONFIG_FILE).is_file() => Err(ModelError::NotFound { path: path.join(WEIGHTS_FILE) }),
+        [] if path.join(WEIGHTS_FILE).is_file() => Err(ModelError::NotFound { path: path.join(CONFIG_FILE) }),
         [] => Err(ModelError::NotFound { path: path.join("*.gguf") }),
         [file] => Ok(path.join(file)),
         _ => Err(ModelError::Ambiguous { what: path.display().to_string(), files }),

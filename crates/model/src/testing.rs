@@ -21,7 +21,7 @@ pub fn model_path_or_skip(test: &str) -> Option<PathBuf> {
     let found =
         FOUND.get_or_init(|| match resolve(&ModelName::Default, &ResolveOptions::from_env(&NoProgress)) {
             Ok(ModelSource::File(path)) => Ok(path),
-            Ok(ModelSource::Tiny) => Err("the default model is not a file".to_owned()),
+            Ok(_) => Err("the default model is not a file".to_owned()),
             Err(error) => Err(error.to_string()),
         });
     match found {

@@ -7,7 +7,7 @@
 
 use std::borrow::Cow;
 
-use crate::shapes::expected_tensors;
+use crate::tensors::expected_tensors;
 use crate::{ByteSpecials, ModelConfig, ModelError, RopeScaling, RopeStyle, Tensor, WeightType};
 
 /// 256 bytes and the specials, padded to whole blocks of 32.
@@ -42,7 +42,10 @@ pub(crate) fn config() -> (ModelConfig, ByteSpecials) {
         rope_scaling: RopeScaling::None,
         rms_eps: 1e-5,
         tied_embedding: false,
+        attention_bias: false,
+        qk_norm: false,
         bos: Some(BOS),
+        turn_end: Some(IM_END),
         eos: vec![EOS, IM_END],
         add_bos: false,
     };

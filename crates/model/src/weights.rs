@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::fmt;
 
 use candle_core::quantized::GgmlDType;
+use half::{bf16, f16};
 
 /// How the elements of a tensor are stored. Layouts are GGML's, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -98,6 +99,23 @@ pub struct Tensor<'a> {
     pub data: Cow<'a, [u8]>,
 }
 
+impl Tensor<'_> {
+    /// The same values as F32; exact. Tensors of quantised types stay as they are.
+    pub(crate) fn widened(self) -> Self {
+        let (halves, _) = self.data.as_chunks::<2>();
+        let data: Vec<u8> = match self.kind {
+            WeightType::F16 => {
+                halves.iter().flat_map(|&b| f16::from_le_bytes(b).to_f32().to_le_bytes()).collect()
+            }
+            WeightType::BF16 => {
+                halves.iter().flat_map(|&b| bf16::from_le_bytes(b).to_f32().to_le_bytes()).collect()
+            }
+            _ => return self,
+        };
+        Tensor { kind: WeightType::F32, data: Cow::Owned(data), ..self }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -117,6 +135,27 @@ mod tests {
             assert_eq!(WeightType::from_ggml(dtype), Some(kind));
         }
         assert_eq!(WeightType::from_ggml(GgmlDType::Q6K), None);
+    }
+
+    #[test]
+    fn halves_widen_exactly() {
+        let tensor = |kind, data: &[u8]| Tensor {
+            name: "n".to_owned(),
+            rows: 1,
+            cols: 2,
+            kind,
+            data: data.to_vec().into(),
+        };
+        let wide = |kind, data: &[u8]| tensor(kind, data).widened();
+        let expected: Vec<u8> = [1.5f32, -0.25].iter().flat_map(|value| value.to_le_bytes()).collect();
+        for (kind, data) in
+            [(WeightType::F16, [0, 0x3e, 0, 0xb4]), (WeightType::BF16, [0xc0, 0x3f, 0x80, 0xbe])]
+        {
+            let wide = wide(kind, &data);
+            assert_eq!((wide.kind, &*wide.data), (WeightType::F32, expected.as_slice()));
+        }
+        assert_eq!(wide(WeightType::F32, &expected).data, expected);
+        assert_eq!(wide(WeightType::Q8_0, &[7; 34]).kind, WeightType::Q8_0);
     }
 
     #[test]

@@ -129,10 +129,14 @@ fn variants_of_the_family_are_understood() {
 
 #[test]
 fn what_is_not_supported_is_refused_by_name() {
-    let cases: [(Gguf, &str); 10] = [
+    let cases: [(Gguf, &str); 11] = [
         (
-            changed(|file| file.set("general.architecture", "qwen2".into())),
-            "architecture 'qwen2' is not supported; supported: llama",
+            changed(|file| file.find("blk.0.ffn_norm.weight").kind = 8),
+            "'blk.0.ffn_norm.weight' has type Q8_0",
+        ),
+        (
+            changed(|file| file.set("general.architecture", "gemma".into())),
+            "architecture 'gemma' is not supported; supported: llama, qwen2, qwen3",
         ),
         (changed(|file| file.find("blk.0.attn_q.weight").kind = 14), "'blk.0.attn_q.weight' has type Q6K"),
         (changed(|file| file.find("blk.0.attn_q.weight").kind = 20), "unknown dtype"),

@@ -315,3 +315,79 @@ fn many_at_once_fetch_once() {
     });
     assert_eq!(server.seen(FILE).len(), 1);
 }
+
+/// A repository of a sharded model, with a GGUF file and others beside it.
+fn folder_server() -> Server {
+    Server::start(|request, _| match request.path.as_str() {
+        path if path.starts_with("/api/") => listing(&[
+            "README.md",
+            "config.json",
+            "tokenizer.json",
+            "pytorch_model.bin",
+            "model.gguf",
+            "model.safetensors.index.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+        ]),
+        path if path.ends_with("index.json") => Reply::new(
+            200,
+            r#"{"weight_map":{"a":"model-00002-of-00002.safetensors","b":"model-00001-of-00002.safetensors"}}"#,
+        ),
+        path => Reply::new(200, path.as_bytes()),
+    })
+}
+
+#[test]
+fn a_repository_with_safetensors_is_fetched_as_a_folder() {
+    let cache = tempfile::tempdir().unwrap();
+    let server = folder_server();
+    let folder = cache.path().join("hub/org/name");
+    for _ in 0..2 {
+        assert_eq!(fetch(&server, cache.path(), "org/name").unwrap(), ModelSource::Folder(folder.clone()));
+    }
+    assert_eq!(server.seen("/api/").len(), 1, "cached models need no server");
+    for name in [
+        "config.json",
+        "tokenizer.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ] {
+        assert_eq!(
+            std::fs::read_to_string(folder.join(name)).unwrap(),
+            format!("/org/name/resolve/main/{name}")
+        );
+    }
+    for name in ["README.md", "pytorch_model.bin", "model.gguf"] {
+        assert!(!folder.join(name).exists(), "{name} is not part of the model");
+    }
+    // A GGUF file of it can still be named.
+    let named = fetch(&server, cache.path(), "org/name:model.gguf").unwrap();
+    assert_eq!(named, ModelSource::File(folder.join("model.gguf")));
+    // A file that went missing is fetched again, the others are not.
+    std::fs::remove_file(folder.join("model-00001-of-00002.safetensors")).unwrap();
+    assert_eq!(fetch(&server, cache.path(), "org/name").unwrap(), ModelSource::Folder(folder.clone()));
+    assert_eq!(server.seen("/org/name/resolve/main/model-00001").len(), 2);
+    assert_eq!(server.seen("/org/name/resolve/main/model-00002").len(), 1);
+}
+
+#[test]
+fn an_index_can_not_reach_out_of_its_repository() {
+    for shard in ["../../evil.safetensors", "/etc/x.safetensors", "absent.safetensors", "model.bin"] {
+        let cache = tempfile::tempdir().unwrap();
+        let server = Server::start(move |request, _| match request.path.as_str() {
+            path if path.starts_with("/api/") => listing(&[
+                "config.json",
+                "model.safetensors.index.json",
+                "../../evil.safetensors",
+                "model.bin",
+            ]),
+            path if path.ends_with("index.json") => {
+                Reply::new(200, format!(r#"{{"weight_map":{{"a":"{shard}"}}}}"#))
+            }
+            _ => Reply::new(200, "x"),
+        });
+        let error = fetch(&server, cache.path(), "org/name").unwrap_err();
+        assert!(error.to_string().contains(shard), "{error}");
+        assert!(server.seen("evil").is_empty() && server.seen("model.bin").is_empty());
+    }
+}

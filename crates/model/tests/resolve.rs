@@ -30,6 +30,39 @@ fn a_path_is_a_file_or_a_folder_with_one() {
 }
 
 #[test]
+fn a_folder_with_safetensors_is_that_model() {
+    let temporary = tempfile::tempdir().unwrap();
+    let options = offline(temporary.path());
+    let path = temporary.path().join("model");
+    std::fs::create_dir(&path).unwrap();
+    let resolved = || resolve(&ModelName::Path(path.clone()), &options);
+    let touch = |name: &str| std::fs::write(path.join(name), "").unwrap();
+    let missing = |name: &str| match resolved() {
+        Err(ModelError::NotFound { path: missing }) => assert_eq!(missing, path.join(name)),
+        other => panic!("{other:?}"),
+    };
+    missing("*.gguf");
+    touch("config.json");
+    missing("model.safetensors");
+    touch("model.safetensors.index.json");
+    assert_eq!(resolved().unwrap(), ModelSource::Folder(path.clone()));
+    std::fs::remove_file(path.join("model.safetensors.index.json")).unwrap();
+    touch("model.safetensors");
+    assert_eq!(resolved().unwrap(), ModelSource::Folder(path.clone()));
+    // Both kinds in one folder: a GGUF file can be named, the other can't.
+    Gguf::llama().write(&path);
+    assert_eq!(resolved().unwrap(), ModelSource::Folder(path.clone()));
+    let file = path.join("model.gguf");
+    assert_eq!(resolve(&ModelName::Path(file.clone()), &options).unwrap(), ModelSource::File(file));
+    std::fs::remove_file(path.join("config.json")).unwrap();
+    assert_eq!(resolved().unwrap(), ModelSource::File(path.join("model.gguf")));
+    std::fs::remove_file(path.join("model.gguf")).unwrap();
+    missing("config.json");
+    let error = resolve(&ModelName::Path(path.join("model.safetensors")), &options).unwrap_err();
+    assert!(error.to_string().contains("named by its folder"), "{error}");
+}
+
+#[test]
 fn offline_names_what_is_missing_and_where() {
     let folder = tempfile::tempdir().unwrap();
     let options = offline(folder.path());

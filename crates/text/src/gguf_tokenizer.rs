@@ -3,6 +3,7 @@
 use baton_model::{GgufTokenizer, TokenType};
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::normalizers::unicode::NFC;
 use tokenizers::pre_tokenizers::digits::Digits;
 use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
@@ -13,6 +14,18 @@ use crate::token_table::{TokenKind, TokenTable, byte_level_bytes};
 
 /// Llama 3's split, as published in its `tokenizer.json`.
 const LLAMA_3_SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Qwen 2's (and 3's): digits stand alone.
+const QWEN_2_SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// What is done to text before BPE.
+struct Preparation {
+    cuts: PreTokenizerWrapper,
+    /// Composes characters first (Unicode NFC).
+    composes: bool,
+    /// A piece that is a token as a whole is taken as it is, whatever the merges say.
+    whole_tokens_first: bool,
+}
 
 /// Builds the tokenizer and the table of its tokens' bytes.
 pub(crate) fn build(source: &GgufTokenizer) -> Result<(Tokenizer, TokenTable), TextError> {
@@ -25,9 +38,12 @@ pub(crate) fn build(source: &GgufTokenizer) -> Result<(Tokenizer, TokenTable), T
         });
     }
     let table = table(source)?;
-    let (pre_tokenizer, whole_tokens_first) = pre_tokenizer(&source.pre)?;
-    let mut tokenizer = Tokenizer::new(bpe(source, whole_tokens_first)?);
-    tokenizer.with_pre_tokenizer(Some(pre_tokenizer));
+    let preparation = preparation(&source.pre)?;
+    let mut tokenizer = Tokenizer::new(bpe(source, preparation.whole_tokens_first)?);
+    if preparation.composes {
+        tokenizer.with_normalizer(Some(NFC)).map_err(corrupt)?;
+    }
+    tokenizer.with_pre_tokenizer(Some(preparation.cuts));
     tokenizer.with_decoder(Some(byte_level(true)));
     tokenizer.add_special_tokens(added(source, TokenType::Control)).map_err(corrupt)?;
     tokenizer.add_tokens(added(source, TokenType::UserDefined)).map_err(corrupt)?;
@@ -42,26 +58,31 @@ fn byte_level(use_regex: bool) -> ByteLevel {
     ByteLevel::new(false, true, use_regex)
 }
 
-/// How text is cut before BPE, by the name in `tokenizer.ggml.pre`; and whether a piece that is a token as a whole is
-/// taken as it is, whatever the merges say.
-fn pre_tokenizer(name: &str) -> Result<(PreTokenizerWrapper, bool), TextError> {
+/// By the name in `tokenizer.ggml.pre`.
+fn preparation(name: &str) -> Result<Preparation, TextError> {
+    let plain = |cuts| Preparation { cuts, composes: false, whole_tokens_first: false };
     match name {
         "smollm" => {
             let parts = vec![Digits::new(true).into(), byte_level(true).into()];
-            Ok((Sequence::new(parts).into(), false))
+            Ok(plain(Sequence::new(parts).into()))
         }
-        "gpt-2" | "default" | "" => Ok((byte_level(true).into(), false)),
+        "gpt-2" | "default" | "" => Ok(plain(byte_level(true).into())),
         "llama-bpe" | "llama3" | "llama-v3" => {
-            let pattern = SplitPattern::Regex(LLAMA_3_SPLIT.to_owned());
-            let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false).map_err(corrupt)?;
-            Ok((Sequence::new(vec![split.into(), byte_level(false).into()]).into(), true))
+            Ok(Preparation { whole_tokens_first: true, ..plain(split(LLAMA_3_SPLIT)?) })
         }
+        "qwen2" => Ok(Preparation { composes: true, ..plain(split(QWEN_2_SPLIT)?) }),
         other => Err(TextError::Unsupported {
             what: format!(
-                "pre-tokenizer '{other}' of this GGUF file is not supported; supported: smollm, gpt-2, default, llama-bpe"
+                "pre-tokenizer '{other}' of this GGUF file is not supported; supported: smollm, gpt-2, default, llama-bpe, qwen2"
             ),
         }),
     }
+}
+
+fn split(pattern: &str) -> Result<PreTokenizerWrapper, TextError> {
+    let pattern = SplitPattern::Regex(pattern.to_owned());
+    let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false).map_err(corrupt)?;
+    Ok(Sequence::new(vec![split.into(), byte_level(false).into()]).into())
 }
 
 fn bpe(source: &GgufTokenizer, whole_tokens_first: bool) -> Result<BPE, TextError> {
@@ -153,6 +174,9 @@ mod tests {
         // Whole pieces first: "abc" is a token although no merge makes it.
         assert_eq!(pieces("llama-bpe", "abc 12121"), ["abc", "Ġ", "12", "1", "2", "1"]);
         assert_eq!(pieces("gpt-2", "abc"), ["ab", "c"]);
+        assert_eq!(pieces("qwen2", "abc 12121"), ["ab", "c", "Ġ", "1", "2", "1", "2", "1"]);
+        // Composed to U+00E9, which is two bytes; decomposed it would be three.
+        assert_eq!(pieces("qwen2", "e\u{301}"), ["Ã", "©"]);
     }
 
     #[test]
@@ -169,9 +193,9 @@ mod tests {
         let spm = GgufTokenizer { model: "llama".to_owned(), ..source("smollm") };
         let error = build(&spm).unwrap_err();
         assert!(error.to_string().contains("'llama'"), "{error}");
-        let error = build(&source("qwen2")).unwrap_err();
+        let error = build(&source("deepseek-coder")).unwrap_err();
         assert!(
-            matches!(error, TextError::Unsupported { .. }) && error.to_string().contains("'qwen2'"),
+            matches!(error, TextError::Unsupported { .. }) && error.to_string().contains("'deepseek-coder'"),
             "{error}"
         );
     }

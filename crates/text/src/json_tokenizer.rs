@@ -30,8 +30,12 @@ pub(crate) struct JsonTokenizer {
 pub(crate) fn build(path: &Path, vocab: usize) -> Result<JsonTokenizer, TextError> {
     let bytes = std::fs::read(path)
         .map_err(|error| TextError::Corrupt { reason: format!("can't read {}: {error}", path.display()) })?;
-    let tokenizer = Tokenizer::from_bytes(&bytes)
-        .map_err(|error| TextError::Corrupt { reason: format!("{}: {error}", path.display()) })?;
+    let corrupt =
+        |error: tokenizers::Error| TextError::Corrupt { reason: format!("{}: {error}", path.display()) };
+    let mut tokenizer = Tokenizer::from_bytes(&bytes).map_err(corrupt)?;
+    // Some files carry the settings of a training run, which would cut or pad every prompt.
+    tokenizer.with_truncation(None).map_err(corrupt)?;
+    tokenizer.with_padding(None);
     let num_tokens = tokenizer.get_vocab_size(true);
     if num_tokens > vocab {
         let reason = format!("{} has {num_tokens} tokens, the model {vocab}", path.display());
@@ -150,6 +154,20 @@ mod tests {
             let error = build(write(decoder).path(), 6).unwrap_err();
             assert!(matches!(error, TextError::Unsupported { .. }), "{error:?}");
         }
+    }
+
+    #[test]
+    fn truncation_and_padding_of_the_file_are_left_out() {
+        let file = write(SENTENCE_PIECE);
+        let json = std::fs::read_to_string(file.path()).unwrap();
+        let limits = r#""truncation":{"max_length":2,"strategy":"LongestFirst","stride":0,"direction":"Right"},
+            "padding":{"strategy":{"Fixed":9},"direction":"Right","pad_to_multiple_of":null,"pad_id":0,"pad_type_id":0,
+            "pad_token":"<s>"}"#;
+        let json = json.replace(r#""truncation":null,"padding":null"#, limits);
+        assert!(json.contains("max_length"));
+        std::fs::write(file.path(), json).unwrap();
+        let built = build(file.path(), 8).unwrap();
+        assert_eq!(built.tokenizer.encode("가<s>", false).unwrap().get_ids(), [2, 3, 4, 0]);
     }
 
     #[test]

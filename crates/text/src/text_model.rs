@@ -69,7 +69,7 @@ impl TextModel {
         };
         let text_of =
             |id: Option<u32>| String::from_utf8_lossy(id.map_or(&[], |id| table.bytes(id))).into_owned();
-        let template = ChatTemplate::new(template, text_of(model.config.bos), text_of(turn_end(model)));
+        let template = ChatTemplate::new(template, text_of(model.config.bos), text_of(model.config.turn_end));
         Ok(TextModel {
             encoder,
             table: Arc::new(table),
@@ -154,14 +154,5 @@ impl TextModel {
 impl fmt::Debug for TextModel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TextModel").field("vocab", &self.vocab).finish_non_exhaustive()
-    }
-}
-
-/// The end token that templates mean by `eos_token`.
-fn turn_end(model: &Model) -> Option<u32> {
-    match &model.tokenizer {
-        TokenizerSource::Gguf(source) if source.eos.is_some() => source.eos,
-        TokenizerSource::Bytes(specials) => Some(specials.im_end),
-        _ => model.config.eos.first().copied(),
     }
 }

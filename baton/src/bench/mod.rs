@@ -1,0 +1,49 @@
+//! `baton bench`: loads a running cluster over HTTP and reports latency as its clients see it.
+//!
+//! ITL is the gap between two events that carry tokens, one sample a gap; TPOT is a request's mean. Times of an open
+//! loop start at the planned moment of arrival, so that a late start can't hide a queue.
+
+mod load;
+mod options;
+mod random;
+mod report;
+mod request;
+mod stall;
+mod stats;
+
+pub(crate) use options::BenchOptions;
+
+use crate::client::Client;
+use crate::exit::Failure;
+
+/// Runs the test and prints its report on standard output.
+///
+/// # Errors
+/// [`Failure::Usage`] for a bad URL, [`Failure::Unexpected`] when no cluster answers or no request succeeded.
+pub(crate) async fn run(options: BenchOptions) -> Result<(), Failure> {
+    let client = Client::new(&options.url)?;
+    // Asked first, so that a missing cluster is one clear line and not a table of errors.
+    client.get("/v1/models").await?;
+    if let Some(num_streams) = options.streams {
+        let report = stall::run(&client, &options, num_streams).await?.report();
+        return print(&report, &report.table(), options.json);
+    }
+    let measured = load::run(&client, &options).await;
+    let report = measured.report();
+    print(&report, &report.table(), options.json)?;
+    if measured.is_empty() {
+        return Err(Failure::Unexpected("no request was answered".to_owned()));
+    }
+    Ok(())
+}
+
+fn print(report: &impl serde::Serialize, table: &str, json: bool) -> Result<(), Failure> {
+    if json {
+        let text =
+            serde_json::to_string_pretty(report).map_err(|error| Failure::Unexpected(error.to_string()))?;
+        println!("{text}");
+    } else {
+        print!("{table}");
+    }
+    Ok(())
+}

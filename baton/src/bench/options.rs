@@ -1,0 +1,163 @@
+//! Options of `baton bench`.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// What to load a cluster with, and for how long.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct BenchOptions {
+    /// Where the cluster's HTTP face is
+    #[arg(long, env = "BATON_URL", value_name = "URL", default_value = "http://127.0.0.1:8080")]
+    pub(super) url: String,
+
+    /// Closed loop: so many users, each sends its next request when its last one ended
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(super) concurrency: u32,
+
+    /// Open loop instead: Poisson arrivals, requests a second
+    #[arg(long, value_name = "PER_SECOND", value_parser = positive, conflicts_with = "concurrency")]
+    pub(super) rate: Option<f64>,
+
+    /// Requests to send [default: 100, or no limit with --duration]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(super) requests: Option<u64>,
+
+    /// Seconds to go on sending; requests that run then may end [default: until --requests are sent]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub(super) duration: Option<Duration>,
+
+    /// Tokens of each prompt: a number, or LOW-HIGH drawn uniformly
+    #[arg(long, value_name = "TOKENS", default_value = "128")]
+    pub(super) prompt_tokens: Lengths,
+
+    /// Tokens of each answer: a number, or LOW-HIGH drawn uniformly; the end of sequence is ignored
+    #[arg(long, value_name = "TOKENS", default_value = "64")]
+    pub(super) output_tokens: Lengths,
+
+    /// Seed of lengths, prompts and arrival times
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(super) seed: u64,
+
+    /// Prompts are made of token ids below this
+    #[arg(long, value_name = "TOKENS", default_value_t = 256, value_parser = clap::value_parser!(u32).range(32..))]
+    pub(super) vocab: u32,
+
+    /// Seconds after which a request that has not ended counts as an error
+    #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
+    pub(super) request_timeout: Duration,
+
+    /// Print one JSON object instead of tables
+    #[arg(long)]
+    pub(super) json: bool,
+
+    /// Stall test instead: so many streams decode in the background, and only their gaps are measured as ITL while
+    /// prompts arrive
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=1024),
+          conflicts_with_all = ["concurrency", "rate", "requests", "duration"], help_heading = "Stall test")]
+    pub(super) streams: Option<u32>,
+
+    /// Tokens of each background stream; one that ends early is started again
+    #[arg(long, value_name = "TOKENS", default_value_t = 2000, requires = "streams", help_heading = "Stall test",
+          value_parser = clap::value_parser!(u32).range(2..))]
+    pub(super) stream_tokens: u32,
+
+    /// Prompts that arrive
+    #[arg(long, value_name = "N", default_value_t = 5, requires = "streams", help_heading = "Stall test",
+          value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) arrivals: u32,
+
+    /// Tokens of each arriving prompt
+    #[arg(long, value_name = "TOKENS", default_value_t = 2048, requires = "streams", help_heading = "Stall test",
+          value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) arrival_prompt_tokens: u32,
+
+    /// Tokens each arriving prompt asks for
+    #[arg(long, value_name = "TOKENS", default_value_t = 2, requires = "streams", help_heading = "Stall test",
+          value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) arrival_output_tokens: u32,
+
+    /// Poisson arrivals, prompts a second
+    #[arg(long, value_name = "PER_SECOND", value_parser = positive, requires = "streams", help_heading = "Stall test")]
+    pub(super) arrival_rate: Option<f64>,
+
+    /// Seconds between arrivals [default: 2, unless --arrival-rate]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, requires = "streams",
+          conflicts_with = "arrival_rate", help_heading = "Stall test")]
+    pub(super) arrival_every: Option<Duration>,
+
+    /// Seconds that the background streams run alone first; their gaps are reported apart
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "3", requires = "streams",
+          help_heading = "Stall test")]
+    pub(super) quiet: Duration,
+}
+
+impl BenchOptions {
+    /// How many requests at most.
+    pub(super) fn request_limit(&self) -> u64 {
+        match (self.requests, self.duration) {
+            (Some(requests), _) => requests,
+            (None, Some(_)) => u64::MAX,
+            (None, None) => 100,
+        }
+    }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
+        _ => Err("a number above 0, up to 1000000".to_owned()),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number > 0.0 && number <= 86_400.0 => Ok(Duration::from_secs_f64(number)),
+        _ => Err("seconds above 0, up to 86400".to_owned()),
+    }
+}
+
+/// A length in tokens, or a range of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Lengths {
+    /// Smallest.
+    pub(super) low: u32,
+    /// Largest; equal to `low` for a fixed length.
+    pub(super) high: u32,
+}
+
+impl FromStr for Lengths {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (low, high) = text.split_once('-').unwrap_or((text, text));
+        match (low.trim().parse(), high.trim().parse()) {
+            (Ok(low), Ok(high)) if 1 <= low && low <= high => Ok(Self { low, high }),
+            _ => Err("a number of tokens from 1 up, or LOW-HIGH".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Lengths {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.low == self.high {
+            write!(f, "{}", self.low)
+        } else {
+            write!(f, "{}-{}", self.low, self.high)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_are_a_number_or_a_range() {
+        assert_eq!("7".parse(), Ok(Lengths { low: 7, high: 7 }));
+        assert_eq!("7-9".parse(), Ok(Lengths { low: 7, high: 9 }));
+        for text in ["", "0", "9-7", "-3", "3-", "x"] {
+            assert!(text.parse::<Lengths>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! Numbers that look random and are the same for the same seed.
+
+/// SplitMix64 (Steele, Lea and Flood, 2014): one 64-bit state, one output a step.
+#[derive(Debug, Clone)]
+pub(super) struct Random(u64);
+
+impl Random {
+    /// One of `2^64` independent-looking sequences of a seed.
+    pub(super) fn new(seed: u64, sequence: u64) -> Self {
+        let mut random = Self(seed ^ 0x6261_746f_6e00_0000);
+        let base = random.next_u64();
+        Self(base ^ sequence.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+
+    pub(super) fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Uniform in `0.0..1.0`.
+    pub(super) fn unit(&mut self) -> f64 {
+        (self.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// Uniform in `low..=high`.
+    pub(super) fn between(&mut self, low: u32, high: u32) -> u32 {
+        let span = u64::from(high.saturating_sub(low)) + 1;
+        // The bias of a remainder over 2^64 is far below anything a load test could notice.
+        low + (self.next_u64() % span) as u32
+    }
+
+    /// Time to the next arrival of a Poisson process of `rate` arrivals a second, in seconds.
+    pub(super) fn exponential(&mut self, rate: f64) -> f64 {
+        -(1.0 - self.unit()).ln() / rate
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_numbers_are_splitmix64s() {
+        // Reference values for state 0.
+        let mut random = Random(0);
+        assert_eq!(random.next_u64(), 0xe220_a839_7b1d_cdaf);
+        assert_eq!(random.next_u64(), 0x6e78_9e6a_a1b9_65f4);
+    }
+
+    #[test]
+    fn equal_seeds_repeat_and_sequences_differ() {
+        let draw = |seed, sequence| {
+            let mut random = Random::new(seed, sequence);
+            (0..8).map(|_| random.next_u64()).collect::<Vec<_>>()
+        };
+        assert_eq!(draw(1, 2), draw(1, 2));
+        assert_ne!(draw(1, 2), draw(1, 3));
+        assert_ne!(draw(1, 2), draw(2, 2));
+    }
+
+    #[test]
+    fn gaps_average_to_the_rate_and_ranges_reach_their_ends() {
+        let mut random = Random::new(7, 0);
+        let mean = (0..20_000).map(|_| random.exponential(4.0)).sum::<f64>() / 20_000.0;
+        assert!((mean - 0.25).abs() < 0.01, "{mean}");
+        let drawn: Vec<u32> = (0..1000).map(|_| random.between(3, 6)).collect();
+        assert_eq!((drawn.iter().min(), drawn.iter().max()), (Some(&3), Some(&6)));
+        assert_eq!(random.between(5, 5), 5);
+    }
+}

@@ -1,0 +1,172 @@
+//! Options of `baton up`, and which of them its children are given.
+
+use std::ffi::OsString;
+
+use baton_worker::WorkerConfig;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Command};
+
+use crate::config::ConfigFile;
+use crate::exit::Failure;
+
+/// Options of `baton up`; those of the workers are the workers' own and are passed on to each of them.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct UpOptions {
+    /// Prefill workers to start, 0 to 64; with 0 every prompt is computed where it is decoded
+    #[arg(long, env = "BATON_PREFILL_WORKERS", value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u16).range(0..=64))]
+    pub(super) prefill_workers: u16,
+
+    /// Decode workers to start, 1 to 64
+    #[arg(long, env = "BATON_DECODE_WORKERS", value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(super) decode_workers: u16,
+
+    /// Start the same number of workers in all, but let each compute prompts and decode: the baseline to compare with
+    #[arg(long, env = "BATON_COLOCATED")]
+    pub(super) colocated: bool,
+
+    /// Port of the OpenAI HTTP face on 127.0.0.1
+    #[arg(long, env = "BATON_HTTP_PORT", value_name = "PORT", default_value_t = 8080,
+          value_parser = clap::value_parser!(u16).range(1..))]
+    pub(super) http_port: u16,
+
+    /// Port of the gRPC face on 127.0.0.1
+    #[arg(long, env = "BATON_GRPC_PORT", value_name = "PORT", default_value_t = 8081,
+          value_parser = clap::value_parser!(u16).range(1..))]
+    pub(super) grpc_port: u16,
+
+    /// The options that every worker is given.
+    #[command(flatten)]
+    pub(super) worker: WorkerConfig,
+}
+
+/// Workers' options that `up` decides itself and does not offer.
+const NOT_OFFERED: [&str; 3] = ["listen", "address-file", "insecure"];
+/// Options that `up` gives each child a value of its own for.
+const PLANNED: [&str; 6] = ["listen", "address-file", "model", "cpus", "io-cpus", "kv-memory"];
+
+/// What `up` says differently about the workers' options.
+pub(crate) fn adjust(command: Command) -> Command {
+    command.mut_args(|arg| match arg.get_long() {
+        Some(long) if NOT_OFFERED.contains(&long) => arg.hide(true).env(None::<&str>),
+        Some("cpus") => arg.help(
+            "CPUs to share out among the workers, such as 0,2-3; with two or more a prefill and a decode worker \
+             never have one in common [default: those this process may use]",
+        ),
+        Some("io-cpus") => arg.help(
+            "CPUs to bind the workers' network threads to, such as 0,2-3 [default: those of the prefill workers]",
+        ),
+        Some("threads") => arg.help("Compute threads of each worker, 1 to 256 [default: the CPUs it is given]"),
+        Some("kv-memory") => arg.help(
+            "Memory for the KV blocks of each worker in bytes, with K, M, G or T behind it [default: 2,048 tokens for \
+             each of --max-num-seqs or one whole context if that is more, as far as the memory here allows]",
+        ),
+        _ => arg,
+    })
+}
+
+/// One option that was given to `up`, by whichever way, and concerns its children.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Given {
+    key: String,
+    values: Vec<OsString>,
+    switch: bool,
+    /// From the command line or the environment, and not from the file.
+    strong: bool,
+}
+
+/// The options that `up` hands on.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct PassedOn {
+    given: Vec<Given>,
+    file: ConfigFile,
+    /// Keys each command knows.
+    known: Vec<(String, Vec<String>)>,
+}
+
+impl PassedOn {
+    /// Collects what was given on the command line, in the environment or in the file. `command` is the whole command
+    /// line's definition, `matches` what was parsed for `up`.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] for an option of the workers that `up` decides itself.
+    pub(crate) fn collect(
+        command: &Command,
+        matches: &ArgMatches,
+        file: Option<&ConfigFile>,
+    ) -> Result<Self, Failure> {
+        let file = file.cloned().unwrap_or_default();
+        let keys = |sub: &Command| sub.get_arguments().filter_map(Arg::get_long).map(str::to_owned).collect();
+        let known = command.get_subcommands().map(|sub| (sub.get_name().to_owned(), keys(sub))).collect();
+        let mut passed = Self { given: Vec::new(), file, known };
+        let Some(up) = command.find_subcommand("up") else { return Ok(passed) };
+        for arg in up.get_arguments() {
+            if let Some(given) = passed.given(arg, matches)? {
+                passed.given.push(given);
+            }
+        }
+        Ok(passed)
+    }
+
+    fn given(&self, arg: &Arg, matches: &ArgMatches) -> Result<Option<Given>, Failure> {
+        let (Some(key), id) = (arg.get_long(), arg.get_id().as_str()) else { return Ok(None) };
+        let source = matches.try_contains_id(id).ok().and_then(|_| matches.value_source(id));
+        let in_file = self.file.top.contains_key(key) || self.file.section_sets("up", key);
+        let strong = match source {
+            Some(ValueSource::CommandLine | ValueSource::EnvVariable) => true,
+            Some(_) if in_file => false,
+            _ => return Ok(None),
+        };
+        if NOT_OFFERED.contains(&key) {
+            // At the top level of the file it may be meant for the roles, which `up` has its own values for.
+            if strong || self.file.section_sets("up", key) {
+                return Err(Failure::Usage(format!(
+                    "--{key} is decided by `up`: leave it out, or run the roles themselves"
+                )));
+            }
+            return Ok(None);
+        }
+        let switch = matches!(arg.get_action(), ArgAction::SetTrue);
+        if switch && !matches.get_flag(id) {
+            return Ok(None);
+        }
+        let values =
+            matches.get_raw(id).map(|values| values.map(OsString::from).collect()).unwrap_or_default();
+        Ok(Some(Given { key: key.to_owned(), values, switch, strong }))
+    }
+
+    /// The arguments for a child that runs `role`, without those that `up` plans.
+    pub(super) fn arguments(&self, role: &str) -> Vec<OsString> {
+        let mut arguments = Vec::new();
+        for given in &self.given {
+            let for_role = self.knows(role, &given.key) && !PLANNED.contains(&given.key.as_str());
+            if !for_role || !(given.strong || !self.file.section_sets(role, &given.key)) {
+                continue;
+            }
+            if given.switch {
+                arguments.push(format!("--{}", given.key).into());
+            }
+            for value in given.values.iter().filter(|_| !given.switch) {
+                arguments.push(with_value(&given.key, value));
+            }
+        }
+        arguments
+    }
+
+    /// The argument for an option that `up` has planned a value for; `None` where the file has one for this role alone.
+    pub(super) fn planned(&self, role: &str, key: &str, value: &str) -> Option<OsString> {
+        let strong = self.given.iter().any(|given| given.key == key && given.strong);
+        (strong || !self.file.section_sets(role, key)).then(|| with_value(key, value.as_ref()))
+    }
+
+    fn knows(&self, role: &str, key: &str) -> bool {
+        self.known.iter().any(|(name, keys)| name == role && keys.iter().any(|known| known == key))
+    }
+}
+
+fn with_value(key: &str, value: &std::ffi::OsStr) -> OsString {
+    let mut argument = OsString::from(format!("--{key}="));
+    argument.push(value);
+    argument
+}

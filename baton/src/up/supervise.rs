@@ -1,0 +1,230 @@
+//! All children together: what is known of them, what they are told, and how everything ends.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tempfile::TempDir;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+
+use super::checklist::line;
+use super::keep::{Event, Order, Role, keep};
+use crate::exit::Failure;
+
+/// Events that wait to be read; children wait with what they do next when it is full.
+const EVENTS: usize = 256;
+/// What a child gets beyond the time it gives its own requests.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// What is asked from outside: to stop, and to stop at once.
+pub(super) struct Interrupts {
+    interrupt: Signal,
+    terminate: Signal,
+    hang_up: Signal,
+}
+
+impl Interrupts {
+    /// # Errors
+    /// [`Failure::Unexpected`] when the system allows no handler.
+    pub(super) fn listen() -> Result<Self, Failure> {
+        let of = |kind| {
+            signal(kind).map_err(|error| Failure::Unexpected(format!("can't handle signals: {error}")))
+        };
+        Ok(Self {
+            interrupt: of(SignalKind::interrupt())?,
+            terminate: of(SignalKind::terminate())?,
+            hang_up: of(SignalKind::hangup())?,
+        })
+    }
+
+    /// Ctrl-C, SIGTERM, or the terminal is gone.
+    pub(super) async fn first(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+            _ = self.hang_up.recv() => {}
+        }
+    }
+
+    /// Another Ctrl-C.
+    pub(super) async fn second(mut self) {
+        self.interrupt.recv().await;
+    }
+}
+
+/// The children.
+pub(super) struct Supervisor {
+    orders: watch::Sender<Order>,
+    sender: mpsc::Sender<Event>,
+    events: mpsc::Receiver<Event>,
+    children: JoinSet<()>,
+    addresses: Vec<Option<SocketAddr>>,
+    ready: Vec<bool>,
+    folder: Option<TempDir>,
+}
+
+impl Default for Supervisor {
+    fn default() -> Self {
+        let (sender, events) = mpsc::channel(EVENTS);
+        Self {
+            orders: watch::Sender::new(Order::Run),
+            sender,
+            events,
+            children: JoinSet::new(),
+            addresses: Vec::new(),
+            ready: Vec::new(),
+            folder: None,
+        }
+    }
+}
+
+impl Supervisor {
+    /// A folder that only this user can read, removed at the end.
+    ///
+    /// # Errors
+    /// [`Failure::Unexpected`] when there is none to be had.
+    pub(super) fn private_folder(&mut self) -> Result<PathBuf, Failure> {
+        let made = tempfile::Builder::new().prefix("baton-up-").tempdir();
+        let folder =
+            made.map_err(|error| Failure::Unexpected(format!("can't create a temporary folder: {error}")))?;
+        let path = folder.path().to_owned();
+        self.folder = Some(folder);
+        Ok(path)
+    }
+
+    /// Starts the workers.
+    pub(super) fn start_workers(&mut self, workers: Vec<Role>) {
+        self.addresses = vec![None; workers.len()];
+        for worker in workers {
+            self.start(worker);
+        }
+    }
+
+    /// Starts the router.
+    pub(super) fn start_router(&mut self, router: Role) {
+        self.start(router);
+    }
+
+    fn start(&mut self, role: Role) {
+        self.ready.push(false);
+        // On the runtime's only thread, the main one: children are tied to the life of the thread that starts them.
+        self.children.spawn(keep(role, self.orders.subscribe(), self.sender.clone()));
+    }
+
+    /// The addresses of the first `count` children, as soon as all are known.
+    ///
+    /// # Errors
+    /// What the children report.
+    pub(super) async fn addresses(&mut self, count: usize) -> Result<Vec<SocketAddr>, Failure> {
+        loop {
+            let known: Vec<SocketAddr> = self.addresses.iter().flatten().copied().collect();
+            if known.len() >= count {
+                return Ok(known);
+            }
+            self.next().await?;
+        }
+    }
+
+    /// Waits until every worker is ready.
+    ///
+    /// # Errors
+    /// What the children report.
+    pub(super) async fn workers_ready(&mut self) -> Result<(), Failure> {
+        while !self.ready.iter().take(self.addresses.len()).all(|ready| *ready) {
+            self.next().await?;
+        }
+        Ok(())
+    }
+
+    /// Waits until every child is ready.
+    ///
+    /// # Errors
+    /// What the children report.
+    pub(super) async fn all_ready(&mut self) -> Result<(), Failure> {
+        while !self.ready.iter().all(|ready| *ready) {
+            self.next().await?;
+        }
+        Ok(())
+    }
+
+    /// Does something while the children are watched.
+    ///
+    /// # Errors
+    /// Its own, or what the children report.
+    pub(super) async fn beside<T>(
+        &mut self,
+        work: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
+        tokio::pin!(work);
+        loop {
+            tokio::select! {
+                outcome = &mut work => return outcome,
+                event = self.next() => event?,
+            }
+        }
+    }
+
+    /// Watches until a child can't be kept up.
+    pub(super) async fn keep_up(&mut self) -> Failure {
+        loop {
+            if let Err(failure) = self.next().await {
+                return failure;
+            }
+        }
+    }
+
+    /// Takes in one event.
+    async fn next(&mut self) -> Result<(), Failure> {
+        match self.events.recv().await {
+            Some(Event::Bound(index, address)) => {
+                if let Some(known) = self.addresses.get_mut(index) {
+                    *known = Some(address);
+                }
+            }
+            Some(Event::Ready(index, name)) => {
+                if let Some(ready) = self.ready.get_mut(index) {
+                    if *ready {
+                        line(&format!("{name} is ready again"));
+                    }
+                    *ready = true;
+                }
+            }
+            Some(Event::Died(what, pause)) => {
+                line(&format!("{what}; starting it again in {:.1} s", pause.as_secs_f64()));
+            }
+            Some(Event::Failed(failure)) => return Err(failure),
+            // This side holds a sender itself.
+            None => return Err(Failure::Unexpected("the children can't be watched any more".to_owned())),
+        }
+        Ok(())
+    }
+
+    /// Ends all children: asks them, and kills those that have not ended after `patience` and a little, or all of
+    /// them when `now` comes first.
+    ///
+    /// # Errors
+    /// [`Failure::Interrupted`] when `now` came.
+    pub(super) async fn stop(
+        mut self,
+        patience: Duration,
+        now: impl Future<Output = ()>,
+    ) -> Result<(), Failure> {
+        self.orders.send_replace(Order::Stop(patience + GRACE));
+        // What they still have to say interests nobody, but must not make them wait.
+        self.events.close();
+        let mut outcome = Ok(());
+        tokio::pin!(now);
+        loop {
+            tokio::select! {
+                ended = self.children.join_next() => if ended.is_none() { break },
+                () = &mut now, if outcome.is_ok() => {
+                    self.orders.send_replace(Order::Kill);
+                    outcome = Err(Failure::Interrupted);
+                }
+            }
+        }
+        outcome
+    }
+}

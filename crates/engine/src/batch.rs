@@ -1,0 +1,235 @@
+//! A step plan, checked and laid out for the decoder.
+
+use std::ops::Range;
+
+use baton_kv::KvLayout;
+use baton_scheduler::{Logits, RowSampling, StepPlan};
+
+use crate::kernels::MAX_QUERIES;
+use crate::sampler;
+
+/// What a plan may ask of this engine.
+pub(crate) struct Bounds {
+    pub(crate) num_blocks: usize,
+    pub(crate) vocab: usize,
+    pub(crate) context: usize,
+    pub(crate) max_step_tokens: usize,
+    /// Query heads of a KV head.
+    pub(crate) group: usize,
+}
+
+/// Where one new token stands.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) position: u32,
+    pub(crate) block: u32,
+    pub(crate) slot: u32,
+}
+
+/// Consecutive new tokens of one sequence whose attention is computed together.
+#[derive(Clone)]
+pub(crate) struct Unit {
+    pub(crate) first_token: usize,
+    pub(crate) num_tokens: usize,
+    pub(crate) position: usize,
+    /// Block table, in the plan's blocks.
+    pub(crate) blocks: Range<usize>,
+    /// Work of all units before this one.
+    work_before: u64,
+}
+
+/// A token whose logits are wanted.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted {
+    pub(crate) token: usize,
+    pub(crate) purpose: Purpose,
+}
+
+/// What becomes of them.
+#[derive(Clone, Copy)]
+pub(crate) enum Purpose {
+    /// The next token of plan row `row` is drawn.
+    Sample {
+        /// Index into the plan's rows.
+        row: u32,
+        /// How.
+        sampling: RowSampling,
+    },
+    /// They are row `nth` of the output's logits.
+    Copy {
+        /// Counted over the whole step.
+        nth: usize,
+    },
+}
+
+/// Reused from step to step: the vectors keep their capacity.
+pub(crate) struct Batch {
+    pub(crate) places: Vec<Place>,
+    pub(crate) units: Vec<Unit>,
+    pub(crate) wanted: Vec<Wanted>,
+    /// Tokens whose logits are copied out.
+    pub(crate) num_copied: usize,
+    work: u64,
+    /// Which blocks this step writes: the number of the step that last wrote each.
+    written: Vec<u64>,
+    step: u64,
+}
+
+impl Batch {
+    pub(crate) fn new(bounds: &Bounds) -> Batch {
+        let tokens = bounds.max_step_tokens;
+        Batch {
+            places: Vec::with_capacity(tokens),
+            units: Vec::with_capacity(tokens),
+            wanted: Vec::with_capacity(tokens),
+            num_copied: 0,
+            work: 0,
+            written: vec![0; bounds.num_blocks],
+            step: 0,
+        }
+    }
+
+    /// Checks the whole plan and lays it out.
+    ///
+    /// # Errors
+    /// What contradicts the arena, the model or itself, in one line.
+    pub(crate) fn prepare(
+        &mut self,
+        plan: &StepPlan,
+        layout: &KvLayout,
+        bounds: &Bounds,
+    ) -> Result<(), String> {
+        self.places.clear();
+        self.units.clear();
+        self.wanted.clear();
+        (self.num_copied, self.work) = (0, 0);
+        self.step += 1;
+        if plan.tokens.len() > bounds.max_step_tokens {
+            return Err(format!("{} tokens, the limit is {}", plan.tokens.len(), bounds.max_step_tokens));
+        }
+        if let Some(token) = plan.tokens.iter().find(|&&t| t as usize >= bounds.vocab) {
+            return Err(format!("token {token} is outside the vocabulary of {}", bounds.vocab));
+        }
+        self.check_copies(plan, bounds)?;
+        let mut next_token = 0;
+        for (n, row) in plan.rows.iter().enumerate() {
+            let refuse = |reason: String| Err(format!("row {n} (sequence {}): {reason}", row.id.0));
+            if row.tokens.start != next_token || row.tokens.end <= next_token {
+                return refuse(format!("tokens {:?} do not follow the row before", row.tokens));
+            }
+            next_token = row.tokens.end;
+            if let Err(reason) = self.add_row(plan, n, layout, bounds) {
+                return refuse(reason);
+            }
+        }
+        if next_token != plan.tokens.len() {
+            return Err(format!("rows hold {next_token} of {} tokens", plan.tokens.len()));
+        }
+        Ok(())
+    }
+
+    fn check_copies(&mut self, plan: &StepPlan, bounds: &Bounds) -> Result<(), String> {
+        for copy in &plan.copies {
+            let (from, to) = (copy.from as usize, copy.to as usize);
+            if from >= bounds.num_blocks || to >= bounds.num_blocks || from == to {
+                return Err(format!("copy of block {from} to {to} of {}", bounds.num_blocks));
+            }
+        }
+        Ok(())
+    }
+
+    fn add_row(
+        &mut self,
+        plan: &StepPlan,
+        n: usize,
+        layout: &KvLayout,
+        bounds: &Bounds,
+    ) -> Result<(), String> {
+        let row = &plan.rows[n];
+        let Some(tokens) = plan.tokens.get(row.tokens.clone()) else {
+            return Err(format!("tokens {:?} of {}", row.tokens, plan.tokens.len()));
+        };
+        let Some(table) = plan.blocks.get(row.blocks.clone()) else {
+            return Err(format!("blocks {:?} of {}", row.blocks, plan.blocks.len()));
+        };
+        let Some(end) = row.position.checked_add(tokens.len()).filter(|&end| end <= bounds.context) else {
+            let last = row.position.saturating_add(tokens.len() - 1);
+            return Err(format!("position {last} is beyond the context of {}", bounds.context));
+        };
+        let used = layout.blocks_for(end);
+        if table.len() < used {
+            return Err(format!("{} blocks in its table, {end} tokens need {used}", table.len()));
+        }
+        if let Some(block) = table[..used].iter().find(|&&b| b as usize >= bounds.num_blocks) {
+            return Err(format!("block {block} of {}", bounds.num_blocks));
+        }
+        for &block in &table[row.position / layout.block_size..used] {
+            if std::mem::replace(&mut self.written[block as usize], self.step) == self.step {
+                return Err(format!("block {block} is written twice in this step"));
+            }
+        }
+        for position in row.position..end {
+            let (block, slot) = (table[position / layout.block_size], position % layout.block_size);
+            self.places.push(Place { position: position as u32, block, slot: slot as u32 });
+        }
+        self.add_units(row.tokens.clone(), row.position, row.blocks.clone(), bounds);
+        self.add_wanted(n as u32, row.tokens.clone(), row.logits)
+    }
+
+    /// Cuts a row so that one unit's queries fit in registers together.
+    fn add_units(&mut self, tokens: Range<usize>, position: usize, blocks: Range<usize>, bounds: &Bounds) {
+        let most = (MAX_QUERIES / bounds.group).max(1);
+        let mut first = tokens.start;
+        while first < tokens.end {
+            let num_tokens = most.min(tokens.end - first);
+            let position = position + first - tokens.start;
+            let unit = Unit {
+                first_token: first,
+                num_tokens,
+                position,
+                blocks: blocks.clone(),
+                work_before: self.work,
+            };
+            self.units.push(unit);
+            // Loads of K and V are shared; the constant stands for what each unit does once.
+            self.work += (position + 64) as u64 * (num_tokens + 1) as u64;
+            first += num_tokens;
+        }
+    }
+
+    fn add_wanted(&mut self, row: u32, tokens: Range<usize>, logits: Logits) -> Result<(), String> {
+        match logits {
+            Logits::None => {}
+            Logits::Last(sampling) => {
+                sampler::check(&sampling.params)?;
+                let purpose = Purpose::Sample { row, sampling };
+                self.wanted.push(Wanted { token: tokens.end - 1, purpose });
+            }
+            Logits::All => {
+                for token in tokens {
+                    self.wanted.push(Wanted { token, purpose: Purpose::Copy { nth: self.num_copied } });
+                    self.num_copied += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A member's share of (KV head, unit) pairs, numbered head by head: about the same work for each.
+    pub(crate) fn attention_share(&self, index: usize, count: usize, num_kv_heads: usize) -> Range<usize> {
+        let bound = |index: usize| {
+            if index == count {
+                return num_kv_heads * self.units.len();
+            }
+            let goal = self.work * num_kv_heads as u64 * index as u64 / count as u64;
+            let (head, within) = (goal / self.work.max(1), goal % self.work.max(1));
+            let unit = self.units.partition_point(|unit| unit.work_before < within);
+            head as usize * self.units.len() + unit
+        };
+        bound(index)..bound(index + 1)
+    }
+}
+
+#[cfg(test)]
+#[path = "batch_tests.rs"]
+mod tests;

@@ -1,0 +1,127 @@
+//! Plans that contradict the arena, the model or themselves are refused before any work.
+
+use baton_kv::KvDtype;
+use baton_scheduler::{BlockCopy, SamplingParams, SequenceId};
+use proptest::prelude::*;
+
+use super::*;
+
+fn layout() -> KvLayout {
+    KvLayout {
+        model_digest: [0; 32],
+        num_layers: 2,
+        num_kv_heads: 2,
+        head_dim: 16,
+        block_size: 16,
+        dtype: KvDtype::F16,
+        arrangement: "test".into(),
+        numerics_id: "test".into(),
+    }
+}
+
+fn bounds() -> Bounds {
+    Bounds { num_blocks: 10, vocab: 100, context: 64, max_step_tokens: 40, group: 3 }
+}
+
+fn row(position: usize, num_tokens: usize, blocks: &[u32]) -> StepPlan {
+    let mut plan = StepPlan::default();
+    plan.push(SequenceId(7), position, &vec![5; num_tokens], blocks, Logits::None);
+    plan
+}
+
+fn refusal(plan: &StepPlan) -> String {
+    Batch::new(&bounds()).prepare(plan, &layout(), &bounds()).expect_err("to be refused")
+}
+
+#[test]
+fn every_contradiction_is_named() {
+    let mut token = row(0, 3, &[1]);
+    token.tokens[2] = 100;
+    let mut behind = row(0, 3, &[1]);
+    behind.rows[0].tokens = 1..3;
+    let mut empty = row(0, 3, &[1]);
+    empty.rows[0].tokens = 0..0;
+    let mut beyond = row(0, 3, &[1]);
+    beyond.rows[0].tokens = 0..9;
+    let mut left = row(0, 3, &[1]);
+    left.tokens.push(1);
+    let mut table = row(0, 3, &[1]);
+    table.rows[0].blocks = 0..2;
+    let mut twice = row(0, 3, &[1]);
+    twice.push(SequenceId(8), 0, &[5], &[1], Logits::None);
+    let mut copy = row(0, 3, &[1]);
+    copy.copies.push(BlockCopy { from: 1, to: 10 });
+    let mut own = row(0, 3, &[1]);
+    own.copies.push(BlockCopy { from: 2, to: 2 });
+    let mut cold = row(0, 3, &[1]);
+    let params = SamplingParams { temperature: -1.0, ..SamplingParams::GREEDY };
+    cold.rows[0].logits = Logits::Last(RowSampling { params, sequence: 0, position: 3 });
+    for (plan, want) in [
+        (row(0, 41, &[1, 2, 3]), "41 tokens, the limit is 40"),
+        (token, "token 100 is outside the vocabulary of 100"),
+        (behind, "row 0 (sequence 7): tokens 1..3 do not follow the row before"),
+        (empty, "row 0 (sequence 7): tokens 0..0 do not follow the row before"),
+        (beyond, "row 0 (sequence 7): tokens 0..9 of 3"),
+        (left, "rows hold 3 of 4 tokens"),
+        (table, "row 0 (sequence 7): blocks 0..2 of 1"),
+        (row(14, 3, &[1]), "row 0 (sequence 7): 1 blocks in its table, 17 tokens need 2"),
+        (row(0, 3, &[10]), "row 0 (sequence 7): block 10 of 10"),
+        (row(16, 3, &[10, 1]), "row 0 (sequence 7): block 10 of 10"),
+        (row(62, 3, &[1, 2, 3, 4, 5]), "row 0 (sequence 7): position 64 is beyond the context of 64"),
+        (
+            row(usize::MAX, 3, &[1]),
+            "row 0 (sequence 7): position 18446744073709551615 is beyond the context of 64",
+        ),
+        (twice, "row 1 (sequence 8): block 1 is written twice in this step"),
+        (row(16, 20, &[1, 2, 2]), "row 0 (sequence 7): block 2 is written twice in this step"),
+        (copy, "copy of block 1 to 10 of 10"),
+        (own, "copy of block 2 to 2 of 10"),
+        (cold, "row 0 (sequence 7): temperature is -1, from 0 up is possible"),
+    ] {
+        assert_eq!(refusal(&plan), want);
+    }
+}
+
+#[test]
+fn what_touches_the_limits_is_accepted_and_a_refusal_leaves_no_trace() {
+    let mut batch = Batch::new(&bounds());
+    let full = row(24, 40, &[0, 9, 3, 4]);
+    for _ in 0..3 {
+        batch.prepare(&full, &layout(), &bounds()).unwrap();
+        batch.prepare(&row(0, 41, &[1, 2, 3]), &layout(), &bounds()).unwrap_err();
+    }
+    batch.prepare(&full, &layout(), &bounds()).unwrap();
+    let places: Vec<_> = batch.places.iter().map(|p| (p.position, p.block, p.slot)).collect();
+    assert_eq!(places.first(), Some(&(24, 9, 8)));
+    assert_eq!(places.last(), Some(&(63, 4, 15)));
+    // A block that is only read may be shared.
+    let mut shared = row(16, 3, &[1, 2]);
+    shared.push(SequenceId(8), 16, &[5], &[1, 3], Logits::None);
+    batch.prepare(&shared, &layout(), &bounds()).unwrap();
+}
+
+proptest! {
+    #[test]
+    fn attention_shares_cover_every_pair_once(
+        rows in prop::collection::vec((0usize..50_000, 1usize..60), 1..12),
+        num_kv_heads in 1usize..9,
+        count in 1usize..9,
+    ) {
+        let bounds = Bounds { num_blocks: 1, vocab: 1, context: 1, max_step_tokens: 1, group: 3 };
+        let mut batch = Batch::new(&bounds);
+        let mut first = 0;
+        for (position, num_tokens) in rows {
+            batch.add_units(first..first + num_tokens, position, 0..0, &bounds);
+            first += num_tokens;
+        }
+        prop_assert_eq!(batch.units.iter().map(|u| u.num_tokens).sum::<usize>(), first);
+        let mut next = 0;
+        for index in 0..count {
+            let share = batch.attention_share(index, count, num_kv_heads);
+            prop_assert_eq!(share.start, next);
+            prop_assert!(share.end >= share.start);
+            next = share.end;
+        }
+        prop_assert_eq!(next, num_kv_heads * batch.units.len());
+    }
+}

@@ -1,0 +1,189 @@
+//! How an engine is built.
+
+use baton_kv::{KvDtype, KvLayout};
+use baton_model::{Model, ModelConfig};
+
+use crate::error::EngineBuildError;
+use crate::kernels::{Isa, Kernels, MAX_HEAD_DIM, TILE_TOKENS};
+use crate::scratch;
+use crate::source::WeightSource;
+use crate::weights::ModelWeights;
+
+/// What the matrix products compute in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Precision {
+    /// The best that this machine and this model allow; f32 for now.
+    #[default]
+    Auto,
+    /// Weights widened to f32, activations f32.
+    F32,
+}
+
+/// A CPU engine's settings.
+#[derive(Clone, Debug)]
+pub struct CpuEngineConfig {
+    /// KV blocks in the arena, at least 1.
+    pub num_blocks: usize,
+    /// Tokens of a block: 16, 32, 64, 128 or 256.
+    pub block_size: usize,
+    /// Element type of K and V.
+    pub kv_dtype: KvDtype,
+    /// Arithmetic of the matrix products.
+    pub precision: Precision,
+    /// Threads that compute a step, the caller's included: 1 to 1024.
+    pub num_threads: usize,
+    /// Cores to pin them to, the caller's thread to the first; `None` leaves them free.
+    pub cpus: Option<Vec<usize>>,
+    /// Largest number of tokens in one plan: 1 to 65,536. Scratch grows with it.
+    pub max_step_tokens: usize,
+    /// Instruction set; `None` takes the best.
+    pub isa: Option<Isa>,
+}
+
+impl Default for CpuEngineConfig {
+    /// One block, f16 KV, one free thread, 512 tokens a step, the best instruction set.
+    fn default() -> Self {
+        Self {
+            num_blocks: 1,
+            block_size: 16,
+            kv_dtype: KvDtype::F16,
+            precision: Precision::Auto,
+            num_threads: 1,
+            cpus: None,
+            max_step_tokens: 512,
+            isa: None,
+        }
+    }
+}
+
+/// Bytes that an engine takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryNeeded {
+    /// Packed weights.
+    pub weights_bytes: usize,
+    /// Activations of one step and what each thread keeps.
+    pub scratch_bytes: usize,
+    /// One KV block over all layers; the arena takes `num_blocks` of them.
+    pub block_bytes: usize,
+}
+
+/// What an engine of this model with these settings takes, so that `num_blocks` can be chosen to fill a budget.
+/// `config.num_blocks` is not looked at.
+///
+/// # Errors
+/// As [`crate::CpuEngine::new`], for settings out of bounds and for a model that the engine can't run.
+pub fn memory_needed(model: &Model, config: &CpuEngineConfig) -> Result<MemoryNeeded, EngineBuildError> {
+    let config = CpuEngineConfig { num_blocks: 1, ..config.clone() };
+    let kernels = config.check(&model.config)?;
+    let layout = kv_layout(model, &config, kernels, "");
+    Ok(MemoryNeeded {
+        weights_bytes: ModelWeights::bytes_needed(model)?,
+        scratch_bytes: scratch::bytes_needed(&model.config, &config),
+        block_bytes: layout.block_bytes(),
+    })
+}
+
+impl CpuEngineConfig {
+    /// Checks every bound and chooses the kernels.
+    pub(crate) fn check(&self, model: &ModelConfig) -> Result<&'static Kernels, EngineBuildError> {
+        let bounds = [
+            ("num_threads", self.num_threads, 1024),
+            ("max_step_tokens", self.max_step_tokens, 65_536),
+            ("num_blocks", self.num_blocks, u32::MAX as usize),
+        ];
+        for (field, value, largest) in bounds {
+            if value < 1 || value > largest {
+                return Err(EngineBuildError::invalid(field, value, format!("1 to {largest} are possible")));
+            }
+        }
+        if !(16..=TILE_TOKENS).contains(&self.block_size) || !self.block_size.is_power_of_two() {
+            return Err(EngineBuildError::invalid(
+                "block_size",
+                self.block_size,
+                "16, 32, 64, 128 or 256 are possible",
+            ));
+        }
+        if self.cpus.as_ref().is_some_and(Vec::is_empty) {
+            return Err(EngineBuildError::invalid("cpus", "empty", "name at least one core"));
+        }
+        if !model.head_dim.is_multiple_of(16) || model.head_dim > MAX_HEAD_DIM {
+            let what =
+                format!("heads of {}; multiples of 16 up to {MAX_HEAD_DIM} are supported", model.head_dim);
+            return Err(EngineBuildError::UnsupportedModel { what });
+        }
+        if model.context > u32::MAX as usize {
+            let what = format!("a context of {}; positions are 32 bits", model.context);
+            return Err(EngineBuildError::UnsupportedModel { what });
+        }
+        let available = Isa::available();
+        let isa = self.isa.unwrap_or(available[0]);
+        Kernels::of(isa).ok_or_else(|| EngineBuildError::IsaUnavailable {
+            wanted: isa.name(),
+            available: available.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", "),
+        })
+    }
+}
+
+/// How this engine lays out KV. The numerics id names everything that decides the bits of KV and logits: whether a
+/// multiply-add rounds once, KV's element type, the weights' storage.
+pub(crate) fn kv_layout(
+    source: &dyn WeightSource,
+    config: &CpuEngineConfig,
+    kernels: &Kernels,
+    weight_format: &str,
+) -> KvLayout {
+    let model = source.config();
+    let path = if kernels.fused { "cpu-f32-fma" } else { "cpu-f32-mul-add" };
+    KvLayout {
+        model_digest: source.digest(),
+        num_layers: model.num_layers,
+        num_kv_heads: model.num_kv_heads,
+        head_dim: model.head_dim,
+        block_size: config.block_size,
+        dtype: config.kv_dtype,
+        arrangement: "k[head][dim][token] v[head][token][dim]".to_owned(),
+        numerics_id: format!("{path}/kv-{}/{weight_format}", config.kv_dtype),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::CpuEngine;
+
+    fn refusal(change: impl FnOnce(&mut CpuEngineConfig)) -> String {
+        let mut config = CpuEngineConfig::default();
+        change(&mut config);
+        CpuEngine::new(&Model::tiny(), config).err().expect("to be refused").to_string()
+    }
+
+    #[test]
+    fn a_setting_out_of_bounds_is_named_with_its_limit() {
+        assert_eq!(refusal(|c| c.num_threads = 0), "num_threads is 0: 1 to 1024 are possible");
+        assert_eq!(
+            refusal(|c| c.max_step_tokens = 65_537),
+            "max_step_tokens is 65537: 1 to 65536 are possible"
+        );
+        assert_eq!(refusal(|c| c.num_blocks = 0), "num_blocks is 0: 1 to 4294967295 are possible");
+        for block_size in [0, 8, 24, 512] {
+            let want = format!("block_size is {block_size}: 16, 32, 64, 128 or 256 are possible");
+            assert_eq!(refusal(|c| c.block_size = block_size), want);
+        }
+        assert_eq!(refusal(|c| c.cpus = Some(Vec::new())), "cpus is empty: name at least one core");
+        assert!(refusal(|c| c.num_blocks = 1 << 31).starts_with("the KV arena takes "));
+    }
+
+    #[test]
+    fn needed_memory_is_what_is_taken() {
+        let model = Model::tiny();
+        let config = CpuEngineConfig { num_blocks: 7, num_threads: 3, ..CpuEngineConfig::default() };
+        let needed = memory_needed(&model, &config).unwrap();
+        let (_, arena) = CpuEngine::new(&model, config.clone()).unwrap();
+        assert_eq!(arena.num_bytes(), 7 * needed.block_bytes);
+        // Weights are stored as f32 with columns that fill whole tiles, so packing adds nothing but alignment.
+        let stored = model.weights_bytes() as usize;
+        assert!(needed.weights_bytes <= stored && needed.weights_bytes > stored * 9 / 10);
+        let doubled = CpuEngineConfig { max_step_tokens: 1024, ..config };
+        assert!(memory_needed(&model, &doubled).unwrap().scratch_bytes > needed.scratch_bytes * 3 / 2);
+    }
+}

@@ -1,0 +1,384 @@
+//! The forward pass: one decoder for all families, computed by a team in stages with a barrier between them.
+//!
+//! Who writes what: in a stage over rows each member writes the rows of its share, in a stage over column tiles
+//! the columns of its tiles, in attention the outputs of its (head, unit) pairs. A stage reads only what stages before
+//! it wrote. These two sentences are the reason why every raw access below is sound.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use baton_kv::{BlockMemory, KvDtype};
+use baton_model::ModelConfig;
+use baton_scheduler::{Flow, StepPlan};
+
+use crate::arena::Arena;
+use crate::barrier::Broken;
+use crate::batch::{Batch, Purpose};
+use crate::kernels::{Attend, Kernels, LANES, Matmul, Norm, SiluMul, StoreHalf};
+use crate::rope::Rope;
+use crate::sampler::{self, Drawn};
+use crate::scratch::{LOGIT_ROWS, Matrix, Scratch};
+use crate::team::Member;
+use crate::weights::{LayerWeights, Linear, ModelWeights, Packed};
+
+/// The model with everything that a step needs.
+pub(crate) struct Decoder {
+    pub(crate) weights: ModelWeights,
+    pub(crate) config: ModelConfig,
+    pub(crate) kernels: &'static Kernels,
+    pub(crate) rope: Rope,
+    pub(crate) scratch: Scratch,
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) outcome: Outcome,
+}
+
+/// What members report of a step.
+pub(crate) struct Outcome {
+    stopped: AtomicBool,
+    not_finite: AtomicBool,
+    /// Token and bits of its log-probability, for each wanted row.
+    drawn: Vec<AtomicU64>,
+}
+
+/// One step: what is computed and where wanted logits go.
+#[derive(Clone, Copy)]
+pub(crate) struct Step<'a> {
+    pub(crate) plan: &'a StepPlan,
+    pub(crate) batch: &'a Batch,
+    /// `batch.num_copied` rows of the vocabulary's size.
+    pub(crate) copied: Matrix,
+}
+
+impl Outcome {
+    pub(crate) fn new(max_rows: usize) -> Outcome {
+        Outcome {
+            stopped: AtomicBool::new(false),
+            not_finite: AtomicBool::new(false),
+            drawn: (0..max_rows).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+
+    pub(crate) fn clear(&self) {
+        self.stopped.store(false, Ordering::Relaxed);
+        self.not_finite.store(false, Ordering::Relaxed);
+    }
+
+    pub(crate) fn stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn not_finite(&self) -> bool {
+        self.not_finite.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn drawn(&self, wanted: usize) -> Drawn {
+        let bits = self.drawn[wanted].load(Ordering::Relaxed);
+        Drawn { token: bits as u32, logprob: f32::from_bits((bits >> 32) as u32) }
+    }
+
+    fn set_drawn(&self, wanted: usize, drawn: Drawn) {
+        let bits = u64::from(drawn.logprob.to_bits()) << 32 | u64::from(drawn.token);
+        self.drawn[wanted].store(bits, Ordering::Relaxed);
+    }
+}
+
+impl Decoder {
+    /// One member's part of a step. `on_layer` is given by member 0 alone.
+    pub(crate) fn run(
+        &self,
+        m: Member<'_>,
+        step: Step<'_>,
+        mut on_layer: Option<&mut dyn FnMut(usize) -> Flow>,
+    ) -> Result<(), Broken> {
+        self.embed(m, step);
+        for (n, layer) in self.weights.layers.iter().enumerate() {
+            self.layer(m, step, n, layer)?;
+            if let Some(on_layer) = &mut on_layer
+                && on_layer(n) == Flow::Stop
+            {
+                self.outcome.stopped.store(true, Ordering::Relaxed);
+            }
+            m.wait()?;
+            if self.outcome.stopped() {
+                return Ok(());
+            }
+        }
+        self.logits(m, step)
+    }
+
+    /// Rows of a member's share: embeddings and rotary angles. Nobody else looks at them before a barrier, the
+    /// norm that follows has the same share.
+    fn embed(&self, m: Member<'_>, step: Step<'_>) {
+        for t in m.share(step.batch.places.len()) {
+            let (hidden, head) = (self.config.hidden, self.config.head_dim);
+            // SAFETY: see the top of the file; rows are that long.
+            let (x, turns) = unsafe {
+                (
+                    std::slice::from_raw_parts_mut(self.scratch.residual.row(t), hidden),
+                    std::slice::from_raw_parts_mut(self.scratch.turns.row(t), head),
+                )
+            };
+            self.weights.embedding.row(step.plan.tokens[t] as usize, x);
+            self.rope.fill(step.batch.places[t].position, turns);
+        }
+    }
+
+    fn layer(&self, m: Member<'_>, step: Step<'_>, n: usize, layer: &LayerWeights) -> Result<(), Broken> {
+        let rows = step.batch.places.len();
+        let s = &self.scratch;
+        self.add_and_norm(m, rows, n > 0, &layer.attn_norm);
+        m.wait()?;
+        self.linear(m, &layer.qkv, s.normed, s.qkv, rows);
+        m.wait()?;
+        self.rotate_and_store(m, step, n);
+        m.wait()?;
+        self.attend(m, step, n);
+        m.wait()?;
+        self.linear(m, &layer.attn_output, s.attended, s.projected, rows);
+        m.wait()?;
+        self.add_and_norm(m, rows, true, &layer.ffn_norm);
+        m.wait()?;
+        self.gate_and_up(m, layer, rows);
+        m.wait()?;
+        self.linear(m, &layer.down, s.gate, s.projected, rows);
+        Ok(())
+    }
+
+    /// `residual += projected` if `add`; `normed = norm(residual)`.
+    fn add_and_norm(&self, m: Member<'_>, rows: usize, add: bool, weight: &[f32]) {
+        for t in m.share(rows) {
+            if add {
+                self.add_projected(t);
+            }
+            self.norm_row(t, t, weight);
+        }
+    }
+
+    fn add_projected(&self, t: usize) {
+        let hidden = self.config.hidden;
+        // SAFETY: see the top of the file; rows are that long and of different matrices.
+        let (x, add) = unsafe {
+            (
+                std::slice::from_raw_parts_mut(self.scratch.residual.row(t), hidden),
+                std::slice::from_raw_parts(self.scratch.projected.row(t), hidden),
+            )
+        };
+        for (x, add) in x.iter_mut().zip(add) {
+            *x += add;
+        }
+    }
+
+    /// Normalises row `from` of the residual into row `to` of `normed`.
+    fn norm_row(&self, from: usize, to: usize, weight: &[f32]) {
+        let (x, out) = (self.scratch.residual.row(from).cast_const(), self.scratch.normed.row(to));
+        let norm =
+            Norm { x, weight: weight.as_ptr(), out, len: self.config.hidden, eps: self.config.rms_eps };
+        // SAFETY: see the top of the file; rows and weight are padded with zeros to whole vectors.
+        unsafe { (self.kernels.norm)(&norm) }
+    }
+
+    /// A member's column tiles of `out = x * weights`.
+    fn linear(&self, m: Member<'_>, linear: &Linear, x: Matrix, out: Matrix, rows: usize) {
+        let total = linear.parts.iter().map(|(weights, _)| weights.num_tiles()).sum();
+        let share = m.share(total);
+        let mut before = 0;
+        for (weights, column) in &linear.parts {
+            let num = weights.num_tiles();
+            let start = share.start.clamp(before, before + num) - before;
+            let end = share.end.clamp(before, before + num) - before;
+            let out = Matrix::new(out.row(0).wrapping_add(*column), out.stride());
+            self.matmul(m, weights, start..end, x, out, rows);
+            before += num;
+        }
+    }
+
+    fn matmul(
+        &self,
+        m: Member<'_>,
+        weights: &Packed,
+        tiles: std::ops::Range<usize>,
+        x: Matrix,
+        out: Matrix,
+        rows: usize,
+    ) {
+        let matmul = Matmul {
+            weights,
+            tiles,
+            x: x.row(0),
+            x_stride: x.stride(),
+            num_rows: rows,
+            out: out.row(0),
+            out_stride: out.stride(),
+            scratch: self.scratch.members[m.index()].matmul.row(0),
+        };
+        // SAFETY: see the top of the file; matrices have room for whole tiles.
+        unsafe { (self.kernels.matmul)(&matmul) }
+    }
+
+    /// Turns queries and keys by their positions, and writes K and V to their blocks.
+    fn rotate_and_store(&self, m: Member<'_>, step: Step<'_>, layer: usize) {
+        let (c, base) = (&self.config, self.arena.layer(layer));
+        let block_bytes = self.arena.layout().block_layer_bytes();
+        let [_, (_, k_column), (_, v_column)] = &self.weights.layers[layer].qkv.parts[..] else { return };
+        for t in m.share(step.batch.places.len()) {
+            let place = step.batch.places[t];
+            let qkv = self.scratch.qkv.row(t);
+            // SAFETY: see the top of the file; a row holds q, k and v at these columns. The plan was checked: the block
+            // lies in the arena and belongs to this row alone.
+            unsafe {
+                let turns = std::slice::from_raw_parts(self.scratch.turns.row(t), c.head_dim);
+                let heads = |column: usize, num: usize| {
+                    std::slice::from_raw_parts_mut(qkv.add(column), num * c.head_dim)
+                };
+                heads(0, c.num_heads).chunks_exact_mut(c.head_dim).for_each(|h| self.rope.apply(h, turns));
+                let k = heads(*k_column, c.num_kv_heads);
+                k.chunks_exact_mut(c.head_dim).for_each(|h| self.rope.apply(h, turns));
+                let v = heads(*v_column, c.num_kv_heads);
+                let block = base.add(place.block as usize * block_bytes);
+                self.store_kv(block, place.slot as usize, k, v);
+            }
+        }
+    }
+
+    /// Writes one token's K (`[head][element][token]`) and V (`[head][token][element]`) to a block.
+    ///
+    /// # Safety
+    /// `block` is a block of one layer that nobody else reads or writes at this slot.
+    unsafe fn store_kv(&self, block: *mut u8, slot: usize, k: &[f32], v: &[f32]) {
+        let (size, head_dim) = (self.arena.layout().block_size, self.config.head_dim);
+        match self.arena.layout().dtype {
+            // SAFETY: K and V are `len * size` elements each, and `slot` is below `size`.
+            KvDtype::F32 => unsafe {
+                let block = block.cast::<f32>();
+                for (i, &x) in k.iter().enumerate() {
+                    block.add(i * size + slot).write(x);
+                }
+                for (head, v) in v.chunks_exact(head_dim).enumerate() {
+                    let to = block.add(k.len() * size + (head * size + slot) * head_dim);
+                    std::ptr::copy_nonoverlapping(v.as_ptr(), to, head_dim);
+                }
+            },
+            // SAFETY: as above; a head is a multiple of 16 and at most 256.
+            KvDtype::F16 => unsafe {
+                let block = block.cast::<u16>();
+                for (head, k) in k.chunks_exact(head_dim).enumerate() {
+                    let mut rounded = [0u16; crate::kernels::MAX_HEAD_DIM];
+                    let half = StoreHalf { x: k.as_ptr(), out: rounded.as_mut_ptr(), len: head_dim };
+                    (self.kernels.store_half)(&half);
+                    for (d, &x) in rounded[..head_dim].iter().enumerate() {
+                        block.add((head * head_dim + d) * size + slot).write(x);
+                    }
+                }
+                for (head, v) in v.chunks_exact(head_dim).enumerate() {
+                    let out = block.add(k.len() * size + (head * size + slot) * head_dim);
+                    (self.kernels.store_half)(&StoreHalf { x: v.as_ptr(), out, len: head_dim });
+                }
+            },
+        }
+    }
+
+    fn attend(&self, m: Member<'_>, step: Step<'_>, layer: usize) {
+        let (c, layout) = (&self.config, self.arena.layout());
+        let group = c.num_heads / c.num_kv_heads;
+        let units = &step.batch.units;
+        let (q, out) = (self.scratch.qkv, self.scratch.attended);
+        for pair in step.batch.attention_share(m.index(), m.count(), c.num_kv_heads) {
+            let (kv_head, unit) = (pair / units.len(), &units[pair % units.len()]);
+            let column = kv_head * group * c.head_dim;
+            let attend = Attend {
+                q: q.row(unit.first_token).wrapping_add(column),
+                q_stride: q.stride(),
+                out: out.row(unit.first_token).wrapping_add(column),
+                out_stride: out.stride(),
+                num_rows: unit.num_tokens,
+                position: unit.position,
+                group,
+                head_dim: c.head_dim,
+                kv_head,
+                num_kv_heads: c.num_kv_heads,
+                block_size: layout.block_size,
+                blocks: &step.plan.blocks[unit.blocks.clone()],
+                layer: self.arena.layer(layer),
+                block_bytes: layout.block_layer_bytes(),
+                scale: 1.0 / (c.head_dim as f32).sqrt(),
+                scratch: self.scratch.members[m.index()].attend.row(0),
+            };
+            // SAFETY: see the top of the file; the plan was checked, so the table covers the unit's positions and its
+            // blocks lie in the arena; this step's K and V were written before the last barrier.
+            unsafe {
+                match layout.dtype {
+                    KvDtype::F32 => (self.kernels.attend_f32)(&attend),
+                    KvDtype::F16 => (self.kernels.attend_f16)(&attend),
+                }
+            }
+        }
+    }
+
+    /// `gate = silu(normed * gate) * (normed * up)`, each member in its own columns.
+    fn gate_and_up(&self, m: Member<'_>, layer: &LayerWeights, rows: usize) {
+        let s = &self.scratch;
+        let tiles = m.share(layer.gate.num_tiles());
+        self.matmul(m, &layer.gate, tiles.clone(), s.normed, s.gate, rows);
+        self.matmul(m, &layer.up, tiles.clone(), s.normed, s.up, rows);
+        let (column, len) = (tiles.start * LANES, tiles.len() * LANES);
+        for t in 0..rows {
+            let gate = s.gate.row(t).wrapping_add(column);
+            let silu = SiluMul { gate, up: s.up.row(t).wrapping_add(column), out: gate, len };
+            // SAFETY: see the top of the file; these columns were computed by this member just now.
+            unsafe { (self.kernels.silu_mul)(&silu) }
+        }
+    }
+
+    /// Logits of the wanted tokens, some rows at a time, and what is to become of them.
+    fn logits(&self, m: Member<'_>, step: Step<'_>) -> Result<(), Broken> {
+        let wanted = &step.batch.wanted;
+        let output = self.weights.output();
+        for (nth, group) in wanted.chunks(LOGIT_ROWS).enumerate() {
+            for i in m.share(group.len()) {
+                self.add_projected(group[i].token);
+                self.norm_row(group[i].token, i, &self.weights.output_norm);
+            }
+            m.wait()?;
+            self.matmul(
+                m,
+                output,
+                m.share(output.num_tiles()),
+                self.scratch.normed,
+                self.scratch.logits,
+                group.len(),
+            );
+            m.wait()?;
+            for i in m.share(group.len()) {
+                self.use_logits(m, step, nth * LOGIT_ROWS + i, i);
+            }
+            m.wait()?;
+        }
+        Ok(())
+    }
+
+    /// Draws from, or copies, row `row` of the logits for the `nth` wanted token.
+    fn use_logits(&self, m: Member<'_>, step: Step<'_>, nth: usize, row: usize) {
+        let vocab = self.config.vocab;
+        // SAFETY: see the top of the file; a row is that long.
+        let logits = unsafe { std::slice::from_raw_parts(self.scratch.logits.row(row), vocab) };
+        match step.batch.wanted[nth].purpose {
+            Purpose::Sample { sampling, .. } => {
+                let sampler = &self.scratch.members[m.index()].sampler;
+                let mut sampler = sampler.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                // SAFETY: rows of logits are padded to whole vectors.
+                match unsafe { sampler::draw(self.kernels, logits, &sampling, &mut sampler) } {
+                    Ok(drawn) => self.outcome.set_drawn(nth, drawn),
+                    Err(sampler::NotFinite) => self.outcome.not_finite.store(true, Ordering::Relaxed),
+                }
+            }
+            Purpose::Copy { nth } => {
+                // SAFETY: the caller gave `num_copied` rows of the vocabulary's size; this one is this member's.
+                let out = unsafe { std::slice::from_raw_parts_mut(step.copied.row(nth), vocab) };
+                out.copy_from_slice(logits);
+                if logits.iter().any(|l| !l.is_finite()) {
+                    self.outcome.not_finite.store(true, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+}

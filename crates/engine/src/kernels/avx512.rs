@@ -1,0 +1,74 @@
+//! Sixteen lanes in one AVX-512 register.
+
+use std::arch::x86_64::*;
+
+use super::simd::Simd;
+
+/// AVX-512 F, BW, DQ and VL with FMA and F16C.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512;
+
+/// Whether this CPU has everything that [`Avx512`] uses.
+pub(crate) fn detected() -> bool {
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
+        && super::avx2::detected()
+}
+
+macro_rules! ops {
+    ($(fn $name:ident($($arg:ident: $type:ty),*) $(-> $out:ty)? = $body:expr;)*) => {$(
+        #[inline(always)]
+        unsafe fn $name($($arg: $type),*) $(-> $out)? {
+            // SAFETY: by the trait's contract the CPU has AVX-512 and pointers cover 16 elements.
+            unsafe { $body }
+        }
+    )*};
+}
+
+impl Simd for Avx512 {
+    type F = __m512;
+    type I = __m512i;
+    const MAX_ROWS: usize = 12;
+    const MAX_ACCUMULATORS: usize = 24;
+
+    ops! {
+        fn zero() -> __m512 = _mm512_setzero_ps();
+        fn splat(x: f32) -> __m512 = _mm512_set1_ps(x);
+        fn load(p: *const f32) -> __m512 = _mm512_loadu_ps(p);
+        fn store(p: *mut f32, x: __m512) = _mm512_storeu_ps(p, x);
+        fn load_f16(p: *const u16) -> __m512 = _mm512_cvtph_ps(_mm256_loadu_si256(p.cast()));
+        fn store_f16(p: *mut u16, x: __m512) =
+            _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x));
+        fn load_bf16(p: *const u16) -> __m512 = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(
+            _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()))));
+        fn load_i8(p: *const i8) -> __m512 =
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())));
+        fn load_u32(p: *const u32) -> __m512i = _mm512_loadu_si512(p.cast());
+        // The permutation looks at four bits of each index: exactly a nibble, whatever stands above it.
+        fn low_nibble(x: __m512i) -> __m512 = _mm512_permutexvar_ps(x, _mm512_setr_ps(
+            0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0));
+        fn next_nibble(x: __m512i) -> __m512i = _mm512_srli_epi32::<4>(x);
+        fn add(a: __m512, b: __m512) -> __m512 = _mm512_add_ps(a, b);
+        fn sub(a: __m512, b: __m512) -> __m512 = _mm512_sub_ps(a, b);
+        fn mul(a: __m512, b: __m512) -> __m512 = _mm512_mul_ps(a, b);
+        fn div(a: __m512, b: __m512) -> __m512 = _mm512_div_ps(a, b);
+        fn fma(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fmadd_ps(a, b, c);
+        fn max(a: __m512, b: __m512) -> __m512 = _mm512_max_ps(a, b);
+        fn min(a: __m512, b: __m512) -> __m512 = _mm512_min_ps(a, b);
+        fn first_lanes(n: usize, a: __m512, b: __m512) -> __m512 =
+            _mm512_mask_blend_ps(((1u32 << n.min(16)) - 1) as u16, b, a);
+        fn zero_below(x: __m512, bound: __m512, y: __m512) -> __m512 =
+            _mm512_maskz_mov_ps(!_mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, bound), y);
+        fn pow2_of_rounded(x: __m512) -> __m512 = _mm512_castsi512_ps(_mm512_slli_epi32::<23>(
+            _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(127))));
+        fn sum(x: __m512) -> f32 =
+            super::avx2::sum8(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x)));
+        fn largest(x: __m512) -> f32 =
+            super::avx2::largest8(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x)));
+        fn prefetch_far(p: *const u8) = _mm_prefetch::<_MM_HINT_T1>(p.cast());
+    }
+}
+
+super::table!(Avx512, super::Isa::Avx512, true, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");

@@ -1,0 +1,170 @@
+//! The kernels, as one table of functions for each instruction set.
+//!
+//! Rules that every kernel keeps, so that the same tokens come out however the work was cut:
+//! a number is one chain of operations in one order, whatever other rows are computed with it; a lane never depends
+//! on its neighbours; reductions over a row have a fixed tree; attention tiles sit on absolute positions.
+
+mod attention;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod matmul;
+mod portable;
+mod rowwise;
+mod simd;
+#[cfg(test)]
+mod tests;
+mod unpack;
+
+pub(crate) use attention::{
+    Attend, MAX_HEAD_DIM, MAX_QUERIES, SCRATCH_FLOATS as ATTEND_SCRATCH_FLOATS, TILE_TOKENS,
+};
+pub(crate) use matmul::{Matmul, SCRATCH_FLOATS as MATMUL_SCRATCH_FLOATS};
+pub(crate) use rowwise::{Exponentials, Norm, SiluMul, StoreHalf};
+pub(crate) use simd::LANES;
+
+/// Which instruction set the kernels use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 (F, BW, DQ, VL), x86-64.
+    Avx512,
+    /// AVX2 with FMA and F16C, x86-64.
+    Avx2,
+    /// Plain Rust.
+    Portable,
+}
+
+impl Isa {
+    /// Every instruction set that this CPU has, best first; never empty.
+    pub fn available() -> Vec<Isa> {
+        let mut found = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            if avx512::detected() {
+                found.push(Isa::Avx512);
+            }
+            if avx2::detected() {
+                found.push(Isa::Avx2);
+            }
+        }
+        found.push(Isa::Portable);
+        found
+    }
+
+    /// The name used on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Isa::Avx512 => "avx512",
+            Isa::Avx2 => "avx2",
+            Isa::Portable => "portable",
+        }
+    }
+}
+
+/// One instruction set's kernels.
+///
+/// # Safety
+/// The functions may only be called on a CPU that has `isa`, and their arguments' contracts must hold.
+pub(crate) struct Kernels {
+    pub(crate) isa: Isa,
+    /// Whether a multiply-add rounds once. Tables that agree in this compute the same bits.
+    pub(crate) fused: bool,
+    pub(crate) matmul: unsafe fn(&Matmul<'_>),
+    pub(crate) attend_f32: unsafe fn(&Attend<'_>),
+    pub(crate) attend_f16: unsafe fn(&Attend<'_>),
+    pub(crate) norm: unsafe fn(&Norm),
+    pub(crate) silu_mul: unsafe fn(&SiluMul),
+    pub(crate) store_half: unsafe fn(&StoreHalf),
+    pub(crate) exponentials: unsafe fn(&Exponentials) -> f32,
+    pub(crate) largest: unsafe fn(&[f32]) -> f32,
+}
+
+impl Kernels {
+    /// The table of `isa`, if this CPU has it.
+    pub(crate) fn of(isa: Isa) -> Option<&'static Kernels> {
+        if !Isa::available().contains(&isa) {
+            return None;
+        }
+        Some(match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => &avx512::TABLE,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => &avx2::TABLE,
+            _ => &portable::TABLE,
+        })
+    }
+}
+
+/// Instantiates every kernel for one [`simd::Simd`], inside functions that enable its instructions.
+macro_rules! table {
+    ($simd:ident, $isa:expr, $fused:expr $(, $features:literal)?) => {
+        mod entry {
+            use super::$simd;
+            use crate::kernels::{attention, matmul, rowwise};
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn matmul(arg: &crate::kernels::Matmul<'_>) {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { matmul::run::<$simd>(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn attend_f32(arg: &crate::kernels::Attend<'_>) {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { attention::run::<$simd, f32>(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn attend_f16(arg: &crate::kernels::Attend<'_>) {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { attention::run::<$simd, half::f16>(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn norm(arg: &crate::kernels::Norm) {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { rowwise::norm::<$simd>(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn silu_mul(arg: &crate::kernels::SiluMul) {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { rowwise::silu_mul::<$simd>(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn store_half(arg: &crate::kernels::StoreHalf) {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { rowwise::store_half::<$simd>(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn exponentials(arg: &crate::kernels::Exponentials) -> f32 {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { rowwise::exponentials::<$simd>(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn largest(arg: &[f32]) -> f32 {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { rowwise::largest::<$simd>(arg) }
+            }
+        }
+
+        /// The kernels of this instruction set.
+        pub(super) static TABLE: crate::kernels::Kernels = crate::kernels::Kernels {
+            isa: $isa,
+            fused: $fused,
+            matmul: entry::matmul,
+            attend_f32: entry::attend_f32,
+            attend_f16: entry::attend_f16,
+            norm: entry::norm,
+            silu_mul: entry::silu_mul,
+            store_half: entry::store_half,
+            exponentials: entry::exponentials,
+            largest: entry::largest,
+        };
+    };
+}
+pub(crate) use table;

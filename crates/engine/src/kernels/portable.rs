@@ -1,0 +1,97 @@
+//! Sixteen lanes as an array: what every CPU can do, and what the other instruction sets are tested against.
+
+use half::{bf16, f16};
+
+use super::simd::{LANES, Simd};
+
+/// No instruction set in particular.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+/// Whether a multiply-add here rounds once, as FMA instructions do: where the target always has the instruction.
+/// Elsewhere it would be a library call, so product and sum round separately.
+pub(crate) const FUSED: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
+
+type V = [f32; LANES];
+
+#[inline(always)]
+fn zip(a: V, b: V, f: impl Fn(f32, f32) -> f32) -> V {
+    std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+#[inline(always)]
+fn tree(x: V, f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut x = x;
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            x[i] = f(x[i], x[i + width]);
+        }
+        width /= 2;
+    }
+    x[0]
+}
+
+macro_rules! ops {
+    ($(fn $name:ident($($arg:ident: $type:ty),*) $(-> $out:ty)? = $body:expr;)*) => {$(
+        #[inline(always)]
+        unsafe fn $name($($arg: $type),*) $(-> $out)? {
+            $body
+        }
+    )*};
+}
+
+macro_rules! pointer_ops {
+    ($(fn $name:ident($($arg:ident: $type:ty),*) $(-> $out:ty)? = $body:expr;)*) => {$(
+        #[inline(always)]
+        unsafe fn $name($($arg: $type),*) $(-> $out)? {
+            // SAFETY: by the trait's contract the pointer covers 16 elements, of any alignment.
+            unsafe { $body }
+        }
+    )*};
+}
+
+impl Simd for Portable {
+    type F = V;
+    type I = [u32; LANES];
+    const MAX_ROWS: usize = 4;
+    const MAX_ACCUMULATORS: usize = 4;
+
+    pointer_ops! {
+        fn load(p: *const f32) -> V = p.cast::<V>().read_unaligned();
+        fn store(p: *mut f32, x: V) = p.cast::<V>().write_unaligned(x);
+        fn load_f16(p: *const u16) -> V =
+            p.cast::<[u16; LANES]>().read_unaligned().map(|h| f16::from_bits(h).to_f32());
+        fn store_f16(p: *mut u16, x: V) =
+            p.cast::<[u16; LANES]>().write_unaligned(x.map(|v| f16::from_f32(v).to_bits()));
+        fn load_bf16(p: *const u16) -> V =
+            p.cast::<[u16; LANES]>().read_unaligned().map(|h| bf16::from_bits(h).to_f32());
+        fn load_i8(p: *const i8) -> V = p.cast::<[i8; LANES]>().read_unaligned().map(f32::from);
+        fn load_u32(p: *const u32) -> [u32; LANES] = p.cast::<[u32; LANES]>().read_unaligned();
+    }
+
+    ops! {
+        fn zero() -> V = [0.0; LANES];
+        fn splat(x: f32) -> V = [x; LANES];
+        fn low_nibble(x: [u32; LANES]) -> V = x.map(|v| (v & 15) as f32);
+        fn next_nibble(x: [u32; LANES]) -> [u32; LANES] = x.map(|v| v >> 4);
+        fn add(a: V, b: V) -> V = zip(a, b, |a, b| a + b);
+        fn sub(a: V, b: V) -> V = zip(a, b, |a, b| a - b);
+        fn mul(a: V, b: V) -> V = zip(a, b, |a, b| a * b);
+        fn div(a: V, b: V) -> V = zip(a, b, |a, b| a / b);
+        fn fma(a: V, b: V, c: V) -> V = std::array::from_fn(|i| {
+            if FUSED { a[i].mul_add(b[i], c[i]) } else { a[i] * b[i] + c[i] }
+        });
+        fn max(a: V, b: V) -> V = zip(a, b, |a, b| if a > b { a } else { b });
+        fn min(a: V, b: V) -> V = zip(a, b, |a, b| if a < b { a } else { b });
+        fn first_lanes(n: usize, a: V, b: V) -> V = std::array::from_fn(|i| if i < n { a[i] } else { b[i] });
+        fn zero_below(x: V, bound: V, y: V) -> V =
+            std::array::from_fn(|i| if x[i] < bound[i] { 0.0 } else { y[i] });
+        fn pow2_of_rounded(x: V) -> V = x.map(|v| f32::from_bits(v.to_bits().wrapping_add(127) << 23));
+        fn sum(x: V) -> f32 = tree(x, |a, b| a + b);
+        fn largest(x: V) -> f32 = tree(x, |a, b| if a > b { a } else { b });
+        fn prefetch_far(_p: *const u8) = ();
+    }
+}
+
+super::table!(Portable, super::Isa::Portable, FUSED);

@@ -1,0 +1,93 @@
+//! Sixteen f32 lanes, as each instruction set offers them. Every kernel is written once over [`Simd`], so the order
+//! of floating-point operations is the same on all of them; only whether a multiply-add rounds once or twice differs.
+
+/// Lanes of one vector.
+pub(crate) const LANES: usize = 16;
+
+/// 1.5 * 2^23: adding it rounds a small float to an integer, whose value then stands in the low mantissa bits.
+const ROUND: f32 = 12_582_912.0;
+/// Below this, `exp` is 0: the result would leave the normal range.
+const EXP_MIN: f32 = -86.5;
+/// Above this, `exp` stays at its value here.
+const EXP_MAX: f32 = 88.0;
+
+/// An instruction set.
+///
+/// # Safety
+/// Every method may only be called on a CPU that has the instruction set. Pointers must be valid for 16 elements of
+/// their type; no alignment is needed.
+pub(crate) trait Simd: Copy {
+    /// Sixteen f32.
+    type F: Copy;
+    /// Sixteen u32.
+    type I: Copy;
+
+    /// Most rows of a matrix product in registers together: 12, 6 or 4.
+    const MAX_ROWS: usize;
+    /// Vectors that fit in registers as sums, with a few left for operands.
+    const MAX_ACCUMULATORS: usize;
+
+    unsafe fn zero() -> Self::F;
+    unsafe fn splat(x: f32) -> Self::F;
+    unsafe fn load(p: *const f32) -> Self::F;
+    unsafe fn store(p: *mut f32, x: Self::F);
+    /// Widens 16 IEEE halves.
+    unsafe fn load_f16(p: *const u16) -> Self::F;
+    /// Rounds to IEEE halves, ties to even.
+    unsafe fn store_f16(p: *mut u16, x: Self::F);
+    /// Widens 16 bfloat16.
+    unsafe fn load_bf16(p: *const u16) -> Self::F;
+    /// Widens 16 signed bytes.
+    unsafe fn load_i8(p: *const i8) -> Self::F;
+    unsafe fn load_u32(p: *const u32) -> Self::I;
+    /// The lowest nibble of each lane as a float in 0..=15.
+    unsafe fn low_nibble(x: Self::I) -> Self::F;
+    /// Each lane shifted right by one nibble.
+    unsafe fn next_nibble(x: Self::I) -> Self::I;
+
+    unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn div(a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`.
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `if a > b { a } else { b }`: a NaN in either gives `b`.
+    unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
+    /// `if a < b { a } else { b }`: a NaN in either gives `b`.
+    unsafe fn min(a: Self::F, b: Self::F) -> Self::F;
+    /// Lane `i` from `a` where `i < n`, else from `b`.
+    unsafe fn first_lanes(n: usize, a: Self::F, b: Self::F) -> Self::F;
+    /// 0 where `x < bound`, else `y`.
+    unsafe fn zero_below(x: Self::F, bound: Self::F, y: Self::F) -> Self::F;
+    /// 2^n for a lane that holds `ROUND + n`, -126 <= n <= 127.
+    unsafe fn pow2_of_rounded(x: Self::F) -> Self::F;
+    /// Sum of all lanes as a tree: 8 + 8, 4 + 4, 2 + 2, 1 + 1, upper half added to lower.
+    unsafe fn sum(x: Self::F) -> f32;
+    /// Largest lane, by the same tree.
+    unsafe fn largest(x: Self::F) -> f32;
+    /// Asks for the cache line at `p`, into the second cache; any address is allowed.
+    unsafe fn prefetch_far(p: *const u8);
+
+    /// e^x by the polynomial of Cephes' `expf` (relative error about 2e-7); 0 below -86.5, NaN for NaN.
+    #[inline(always)]
+    unsafe fn exp(x: Self::F) -> Self::F {
+        // SAFETY: the caller has the instruction set.
+        unsafe {
+            let clamped = Self::max(Self::splat(EXP_MIN), Self::min(Self::splat(EXP_MAX), x));
+            let magic = Self::splat(ROUND);
+            let shifted = Self::fma(clamped, Self::splat(std::f32::consts::LOG2_E), magic);
+            let n = Self::sub(shifted, magic);
+            // ln 2 in two pieces, so that n times the first is exact.
+            let r = Self::fma(n, Self::splat(-0.693_359_4), clamped);
+            let r = Self::fma(n, Self::splat(2.121_944_4e-4), r);
+            let mut p = Self::splat(1.987_569_1e-4);
+            for c in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+                p = Self::fma(p, r, Self::splat(c));
+            }
+            let y = Self::fma(p, Self::mul(r, r), r);
+            let y = Self::add(y, Self::splat(1.0));
+            let y = Self::mul(y, Self::pow2_of_rounded(shifted));
+            Self::zero_below(x, Self::splat(EXP_MIN), y)
+        }
+    }
+}

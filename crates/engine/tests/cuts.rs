@@ -1,0 +1,231 @@
+//! The same bits however the work is cut: chunk sizes, company in the batch, threads, block tables, prefill or
+//! decode rows, for every instruction set and both element types of KV. Memory that no token has written is NaN.
+
+mod support;
+
+use baton_engine::{CpuEngineConfig, Isa};
+use baton_kv::{BlockMemory, BlockPool, BlockTable, KvDtype};
+use baton_model::{ModelConfig, WeightType};
+use baton_scheduler::{BlockCopy, Engine, EngineError, Flow, Logits};
+use support::random_model::{RandomModel, config};
+use support::{Random, Rig, bits, default_model_or_skip, greedy};
+
+/// Crosses two softmax tiles and ends inside a block.
+const LENGTH: usize = 553;
+
+fn model() -> RandomModel {
+    let shape = ModelConfig { num_layers: 2, ..config(WeightType::Q4_1) };
+    RandomModel::new(21, shape, WeightType::Q4_1)
+}
+
+/// Fills every block with NaN and hands them out in another order.
+fn poison(rig: &mut Rig, seed: u64) {
+    let mut table = BlockTable::new();
+    let num_blocks = rig.free.len();
+    table.extend(BlockPool::new(num_blocks).allocate(num_blocks).unwrap());
+    let lease = table.write_lease(0).unwrap();
+    // All ones are a NaN in f16 and in f32.
+    let nan = vec![0xff; rig.arena.layout().block_layer_bytes()];
+    for layer in 0..rig.arena.layout().num_layers {
+        for nth in 0..num_blocks {
+            rig.arena.write(&lease, layer, nth, &nan).unwrap();
+        }
+    }
+    Random(seed).shuffle(&mut rig.free);
+}
+
+fn rig(model: &RandomModel, isa: Isa, kv_dtype: KvDtype, num_threads: usize) -> Rig {
+    let num_blocks = 3 * LENGTH.div_ceil(16) + 8;
+    let engine = CpuEngineConfig {
+        num_blocks,
+        kv_dtype,
+        num_threads,
+        isa: Some(isa),
+        max_step_tokens: 600,
+        ..CpuEngineConfig::default()
+    };
+    let mut rig = Rig::new(model, engine);
+    poison(&mut rig, num_threads as u64);
+    rig
+}
+
+/// Logits of the test prompt with other prompts beside it in the same steps: chunks of random sizes.
+fn in_company(rig: &mut Rig, tokens: &[u32], vocab: usize, random: &mut Random) -> Vec<f32> {
+    let mut own = rig.sequence(tokens.len());
+    let mut others: Vec<_> = (0..2).map(|_| rig.sequence(tokens.len())).collect();
+    let mut all = Vec::new();
+    while own.done < tokens.len() {
+        let chunk = [1, 2, 5, 13, 40][random.below(5)].min(tokens.len() - own.done);
+        let mut before = 0;
+        for (n, other) in others.iter_mut().enumerate() {
+            let company = (1 + random.below(9)).min(tokens.len() - other.done);
+            if company > 0 {
+                let tokens = random.tokens(company, vocab);
+                let wanted = [Logits::None, greedy(other.done + company), Logits::All][random.below(3)];
+                rig.add(other, &tokens, wanted);
+                before += if n == 0 && wanted == Logits::All { company * vocab } else { 0 };
+            }
+            if n == 0 {
+                let chunk = &tokens[own.done..own.done + chunk];
+                rig.add(&mut own, chunk, Logits::All);
+            }
+        }
+        rig.step();
+        all.extend_from_slice(&rig.output.logits[before..before + chunk * vocab]);
+    }
+    others.into_iter().chain([own]).for_each(|s| rig.release(s));
+    all
+}
+
+#[test]
+fn logits_are_the_same_bits_however_the_work_is_cut() {
+    let model = model();
+    let vocab = model.config.vocab;
+    let tokens = Random(22).tokens(LENGTH, vocab);
+    for isa in Isa::available() {
+        for kv_dtype in [KvDtype::F16, KvDtype::F32] {
+            let mut want = None;
+            for num_threads in [1, 2, 3] {
+                let mut rig = rig(&model, isa, kv_dtype, num_threads);
+                for chunk in [512, 64, 16, 3, 1] {
+                    let mut sequence = rig.sequence(LENGTH);
+                    let got = bits(&rig.logits(&mut sequence, &tokens, chunk));
+                    rig.release(sequence);
+                    let want = want.get_or_insert_with(|| got.clone());
+                    assert!(*want == got, "{isa:?}, {kv_dtype}, {num_threads} threads, chunks of {chunk}");
+                }
+                let seed = 100 + num_threads as u64;
+                let got = bits(&in_company(&mut rig, &tokens, vocab, &mut Random(seed)));
+                assert!(want.as_ref() == Some(&got), "{isa:?}, {kv_dtype}, in company, seed {seed}");
+            }
+        }
+    }
+}
+
+/// Not a rule, but it holds and makes fleets of mixed machines exact: one table of kernels differs from another only
+/// where the numerics id says so.
+#[test]
+fn instruction_sets_of_one_numerics_id_agree() {
+    let model = model();
+    let tokens = Random(23).tokens(300, model.config.vocab);
+    let mut seen: Vec<(String, Isa, Vec<u32>)> = Vec::new();
+    for isa in Isa::available() {
+        let mut rig = rig(&model, isa, KvDtype::F16, 1);
+        let mut sequence = rig.sequence(LENGTH);
+        let got = bits(&rig.logits(&mut sequence, &tokens, 100));
+        let id = rig.engine.layout().numerics_id.clone();
+        if let Some((_, other, want)) = seen.iter().find(|(seen, ..)| *seen == id) {
+            assert!(*want == got, "{isa:?} and {other:?} are both {id}");
+        }
+        seen.push((id, isa, got));
+    }
+}
+
+#[test]
+fn a_step_left_after_a_layer_leaves_no_trace() {
+    let model = model();
+    let tokens = Random(24).tokens(70, model.config.vocab);
+    let mut rig = rig(&model, Isa::available()[0], KvDtype::F16, 2);
+    let mut sequence = rig.sequence(LENGTH);
+    let want = bits(&rig.logits(&mut sequence, &tokens, 512));
+    rig.release(sequence);
+
+    let mut sequence = rig.sequence(LENGTH);
+    rig.logits(&mut sequence, &tokens[..30], 512);
+    let mut layers = Vec::new();
+    rig.add(&mut sequence, &tokens[30..], Logits::All);
+    let Rig { engine, plan, output, .. } = &mut rig;
+    engine
+        .step(plan, output, &mut |layer| {
+            layers.push(layer);
+            Flow::Stop
+        })
+        .unwrap();
+    assert!(output.stopped && output.logits.is_empty() && output.sampled.is_empty());
+    assert_eq!(layers, [0], "no layer after the stop");
+    plan.clear();
+    sequence.done = 30;
+    let got = bits(&rig.logits(&mut sequence, &tokens[30..], 512));
+    assert!(!rig.output.stopped);
+    assert!(want[30 * model.config.vocab..] == got[..]);
+}
+
+#[test]
+fn on_layer_is_called_once_for_each_layer_with_its_kv_complete() {
+    let model = model();
+    let tokens = Random(25).tokens(40, model.config.vocab);
+    let mut rig = rig(&model, Isa::available()[0], KvDtype::F16, 2);
+    let mut table = BlockTable::new();
+    table.extend(BlockPool::new(3).allocate(3).unwrap());
+    let lease = table.read_lease();
+    rig.plan.push(baton_scheduler::SequenceId(1), 0, &tokens, table.ids(), Logits::None);
+    let Rig { engine, plan, output, arena, .. } = &mut rig;
+    let copy = |layer| (0..3).map(|nth| arena.read(&lease, layer, nth).unwrap().to_vec()).collect::<Vec<_>>();
+    let mut seen = Vec::new();
+    engine
+        .step(plan, output, &mut |layer| {
+            seen.push((layer, copy(layer)));
+            Flow::Continue
+        })
+        .unwrap();
+    assert_eq!(seen.iter().map(|(layer, _)| *layer).collect::<Vec<_>>(), [0, 1]);
+    for (layer, blocks) in &seen {
+        assert!(*blocks == copy(*layer), "layer {layer} changed after it was announced");
+    }
+    assert_eq!(output.sampled.len(), 0);
+}
+
+#[test]
+fn a_copied_block_serves_as_the_one_it_was_copied_from() {
+    let model = model();
+    let tokens = Random(26).tokens(40, model.config.vocab);
+    let mut rig = rig(&model, Isa::available()[0], KvDtype::F16, 1);
+    let mut sequence = rig.sequence(LENGTH);
+    rig.logits(&mut sequence, &tokens[..35], 512);
+    let mut fork = rig.sequence(LENGTH);
+    (fork.blocks[0], fork.blocks[1], fork.done) = (sequence.blocks[0], sequence.blocks[1], 35);
+    let want = bits(&rig.logits(&mut sequence, &tokens[35..], 512));
+    // The fork's first write goes to a copy of the shared, partly filled block.
+    rig.plan.copies.push(BlockCopy { from: sequence.blocks[2], to: fork.blocks[2] });
+    let got = bits(&rig.logits(&mut fork, &tokens[35..], 512));
+    assert!(want == got);
+}
+
+#[test]
+fn a_nan_in_kv_is_fatal_and_names_itself() {
+    let model = model();
+    let mut rig = rig(&model, Isa::available()[0], KvDtype::F16, 1);
+    let mut sequence = rig.sequence(LENGTH);
+    // Position 5 of a sequence whose first five tokens were never written: poison.
+    sequence.done = 5;
+    rig.add(&mut sequence, &[1], greedy(6));
+    let Rig { engine, plan, output, .. } = &mut rig;
+    let error = engine.step(plan, output, &mut |_| Flow::Continue).unwrap_err();
+    assert_eq!(error, EngineError::Fatal("logits are not finite".to_owned()));
+}
+
+/// The real model with f16 KV, as served: 512 tokens at once on two threads against pieces on one.
+#[test]
+fn the_default_model_gives_the_same_bits_in_pieces() {
+    let Some(model) = default_model_or_skip("cuts of the default model") else { return };
+    let tokens = Random(27).tokens(300, model.config.vocab);
+    let engine = |num_threads| CpuEngineConfig { num_blocks: 40, num_threads, ..CpuEngineConfig::default() };
+    let mut rig = Rig::new(&model, engine(2));
+    let mut sequence = rig.sequence(310);
+    let mut want = vec![rig.prefill(&mut sequence, &tokens, 512)];
+    for _ in 0..8 {
+        let next = want.last().unwrap().token;
+        want.push(rig.prefill(&mut sequence, &[next], 1));
+    }
+    let mut rig = Rig::new(&model, engine(1));
+    let mut sequence = rig.sequence(310);
+    let mut got = vec![rig.prefill(&mut sequence, &tokens, 37)];
+    let generated: Vec<u32> = want.iter().map(|s| s.token).collect();
+    for n in 1..=8 {
+        // As after a preemption: the tokens so far come again as one prompt.
+        sequence.done = 290;
+        let again = [&tokens[290..], &generated[..n]].concat();
+        got.push(rig.prefill(&mut sequence, &again, 16));
+    }
+    assert_eq!(got, want);
+}

@@ -1,0 +1,44 @@
+//! Owns whole clusters in virtual time: routers, prefill and decode workers and the network between them, made of the very crates
+//! that serve (dispatch, handoff, scheduler, kv) over a [`baton_timing::TimingEngine`]; and the rules that must hold whatever fails.
+//!
+//! Must never know a real clock, thread, socket or random source: a run is a function of its configuration, so a seed is a bug report.
+
+mod check;
+mod config;
+mod context;
+mod faults;
+mod frames;
+mod network;
+mod queue;
+mod random;
+mod report;
+mod router;
+mod worker;
+mod world;
+
+pub use config::{Faults, Shape, SimConfig};
+pub use report::{Report, Violation};
+
+/// Runs one cluster until every request has ended and every timer has passed.
+///
+/// # Errors
+/// The first rule that broke; its text ends with the command that repeats it.
+pub fn run(config: &SimConfig) -> Result<Report, Violation> {
+    match world::World::new(config, false).run() {
+        Ok(report) => Ok(report),
+        // The same again, this time with a trace: a run is cheap and deterministic, formatting is not.
+        Err(violation) => Err(world::World::new(config, true).run().err().unwrap_or(violation)),
+    }
+}
+
+/// Runs `runs` clusters with the seeds from `first_seed` on, and adds their reports up.
+///
+/// # Errors
+/// As [`run`], for the first seed that fails.
+pub fn run_many(first_seed: u64, runs: u64, faults: Faults) -> Result<Report, Violation> {
+    let mut total = Report::default();
+    for seed in (first_seed..).take(usize::try_from(runs).unwrap_or(usize::MAX)) {
+        total.add(&run(&SimConfig { seed, faults, shape: None })?);
+    }
+    Ok(total)
+}

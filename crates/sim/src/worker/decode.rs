@@ -1,0 +1,273 @@
+//! Decode legs: the destination's side of handoffs, and local prefills.
+
+use baton_dispatch::DecodeFact;
+use baton_handoff::{
+    Cause, Destination, DestinationAction, DestinationConfig, DestinationEnd, DestinationFact,
+    DestinationMessage, HandoffKey, Match, Offer, SampledToken, SourceMessage,
+};
+use baton_kv::WriteLease;
+use baton_scheduler::{Event, FirstToken, Origin};
+
+use super::Worker;
+use super::leg::{DecodeLeg, Leg, LegSpec, StreamUse};
+use super::prefill::{finish_reason, refusal_cause};
+use super::receiver::{Received, Receiver};
+use super::steps::{Command, NUM_LAYERS, Outcome};
+use crate::context::Context;
+use crate::frames::{Cut, Frame};
+use crate::network::{Payload, Side, StreamId};
+use crate::queue::WorkerEvent;
+
+impl Worker {
+    pub(super) fn open_decode(&mut self, context: &mut Context, stream: StreamId, spec: LegSpec) {
+        let offer = match self.registry.open(spec.key, context.now) {
+            Ok(offer) => offer,
+            Err(cause) => {
+                let last = Payload::Decode(DecodeFact::Failed(cause));
+                return self.close_leg(context, Some(stream), Some(last));
+            }
+        };
+        let key = spec.key;
+        let id = self.new_sequence(key);
+        self.streams.insert(stream, (key, StreamUse::Router));
+        let destination = (!spec.local).then(|| {
+            Destination::new(DestinationConfig {
+                key,
+                instance: self.instance,
+                prompt_tokens: spec.prompt.len() as u32,
+                credit_window: context.shape.credit_window,
+                timers: self.timers,
+            })
+        });
+        context.report.num_local += u64::from(spec.local);
+        let origin = if spec.local { Origin::Local } else { Origin::Remote };
+        let sequence = spec.sequence(id, origin, context.shape.cache);
+        let stream = Some(stream);
+        let leg = DecodeLeg { spec, id, stream, destination, control: None, receiver: None, granted: false };
+        self.legs.insert(key, Leg::Decode(leg));
+        self.command(context, Command::Submit(Box::new(sequence)));
+        if let Some(offer) = offer
+            && let Some(control) = self.parked.remove(&key)
+        {
+            self.offered(context, control, offer);
+        }
+    }
+
+    fn decode_leg(&mut self, key: HandoffKey) -> Option<&mut DecodeLeg> {
+        match self.legs.get_mut(&key) {
+            Some(Leg::Decode(leg)) => Some(leg),
+            _ => None,
+        }
+    }
+
+    /// An offer and its leg have met.
+    fn offered(&mut self, context: &mut Context, control: StreamId, offer: Offer) {
+        let Offer { key, source, destination, prompt_tokens } = offer;
+        if let Some(leg) = self.decode_leg(key) {
+            leg.control = Some(control);
+        }
+        self.streams.insert(control, (key, StreamUse::Control));
+        self.destination_fact(context, key, DestinationFact::Offered { source, destination, prompt_tokens });
+    }
+
+    pub(super) fn source_says(&mut self, context: &mut Context, stream: StreamId, message: SourceMessage) {
+        if let Some((key, _)) = self.streams.get(&stream).copied() {
+            return self.destination_fact(context, key, DestinationFact::Received(message));
+        }
+        if let Some(machine) = self.lingering.get_mut(&stream) {
+            machine.handle(context.now, DestinationFact::Received(message));
+            while let Some(DestinationAction::Send(message)) = machine.poll() {
+                context.send(stream, Side::Acceptor, Payload::Destination(message));
+            }
+            return;
+        }
+        let parked = self.parked.values().any(|parked| *parked == stream);
+        let answer = match message {
+            SourceMessage::Offer { .. } if parked => return,
+            SourceMessage::Offer { key, source, destination, prompt_tokens } => {
+                let offer = Offer { key, source, destination, prompt_tokens };
+                match self.registry.offer(offer, context.now) {
+                    Match::Leg => return self.offered(context, stream, offer),
+                    Match::Parked => {
+                        self.parked.insert(key, stream);
+                        return;
+                    }
+                    Match::Gone(cause) => DestinationMessage::Gone(cause),
+                }
+            }
+            SourceMessage::Abort(_) => {
+                if let Some(key) = self.parked.iter().find(|(_, s)| **s == stream).map(|(key, _)| *key) {
+                    self.parked.remove(&key);
+                    self.registry.withdraw(key);
+                }
+                DestinationMessage::Aborted { committed: false }
+            }
+            SourceMessage::Notice | SourceMessage::Commit(_) => return,
+        };
+        context.send(stream, Side::Acceptor, Payload::Destination(answer));
+    }
+
+    pub(super) fn decode_outcome(&mut self, context: &mut Context, key: HandoffKey, outcome: Outcome) {
+        match outcome {
+            Outcome::Refused(_, refusal) => {
+                let cause = refusal_cause(&refusal);
+                match self.decode_leg(key) {
+                    Some(leg) if leg.destination.is_some() => {
+                        self.destination_fact(context, key, DestinationFact::Cancelled(cause));
+                    }
+                    _ => self.end_decode(context, key, Some(DecodeFact::Failed(cause)), cause),
+                }
+            }
+            Outcome::NoRoom(_) => self.destination_fact(context, key, DestinationFact::NoRoom),
+            Outcome::Event(event) => match event {
+                Event::Reserved { lease, skip_tokens, .. } => self.reserved(context, key, lease, skip_tokens),
+                Event::Started { .. } => self.tell_router(context, key, DecodeFact::Started),
+                Event::Token { token, logprob, index, finish, .. } => {
+                    let token = SampledToken { id: token, logprob, index };
+                    self.tell_router(context, key, DecodeFact::Token(token));
+                    if let Some(finish) = finish {
+                        let last = DecodeFact::Finished(finish_reason(finish));
+                        self.end_decode(context, key, Some(last), Cause::Duplicate);
+                    }
+                }
+                Event::Preempted { .. } => context.report.num_preemptions += 1,
+                Event::Computed { .. } => {}
+                Event::NearHead { .. } | Event::Opened { .. } => {
+                    context.violate(|| "a decode worker offers".into());
+                }
+            },
+        }
+    }
+
+    fn tell_router(&mut self, context: &mut Context, key: HandoffKey, event: DecodeFact) {
+        if let Some(stream) = self.decode_leg(key).and_then(|leg| leg.stream) {
+            context.send(stream, Side::Acceptor, Payload::Decode(event));
+        }
+    }
+
+    fn reserved(&mut self, context: &mut Context, key: HandoffKey, lease: WriteLease, skip_tokens: usize) {
+        let block_size = context.shape.block_size;
+        let Some(leg) = self.decode_leg(key) else { return };
+        let cut =
+            Cut { prompt_tokens: leg.spec.prompt.len(), skip_tokens, block_size, num_layers: NUM_LAYERS };
+        let bytes = cut.bytes();
+        leg.receiver = Some(Receiver::new(lease, cut));
+        let skip_tokens = skip_tokens as u32;
+        self.destination_fact(context, key, DestinationFact::Reserved { skip_tokens, bytes });
+        // Not granted: the lease goes at once.
+        if let Some(leg) = self.decode_leg(key)
+            && !leg.granted
+        {
+            leg.receiver = None;
+        }
+    }
+
+    pub(super) fn frame(&mut self, context: &mut Context, stream: StreamId, frame: Frame) {
+        let (key, index) = (frame.key, frame.index);
+        let Some(Leg::Decode(leg)) = self.legs.get_mut(&key) else { return };
+        self.streams.entry(stream).or_insert((key, StreamUse::Bulk));
+        let Some(receiver) = &mut leg.receiver else { return };
+        match receiver.take(&frame, self.steps.engine_mut().memory_mut()) {
+            Received::Verified(bytes) => {
+                self.destination_fact(context, key, DestinationFact::Verified { bytes });
+            }
+            Received::Nothing => {}
+            Received::Damaged => {
+                context.report.num_damaged_frames += 1;
+                self.destination_fact(context, key, DestinationFact::Corrupt { frame: index });
+            }
+            Received::Foreign => context.violate(|| format!("{key}: frame {index} does not fit")),
+        }
+    }
+
+    pub(super) fn writer_ended(&mut self, context: &mut Context, key: HandoffKey) {
+        if let Some(leg) = self.decode_leg(key) {
+            leg.receiver = None;
+            self.destination_fact(context, key, DestinationFact::WriterEnded);
+        }
+    }
+
+    pub(super) fn decode_cancelled(&mut self, context: &mut Context, key: HandoffKey) {
+        let Some(leg) = self.decode_leg(key) else { return };
+        let id = leg.id;
+        if leg.destination.as_ref().is_some_and(|machine| !machine.is_ended()) {
+            return self.destination_fact(context, key, DestinationFact::Cancelled(Cause::Cancelled));
+        }
+        self.command(context, Command::Drop(id));
+        self.end_decode(context, key, None, Cause::Cancelled);
+    }
+
+    pub(super) fn destination_fact(&mut self, context: &mut Context, key: HandoffKey, fact: DestinationFact) {
+        context.note(|| format!("worker {} destination {key}: {fact:?}", self.index));
+        let now = context.now;
+        let Some(machine) = self.decode_leg(key).and_then(|leg| leg.destination.as_mut()) else { return };
+        machine.handle(now, fact);
+        let actions: Vec<DestinationAction> = std::iter::from_fn(|| machine.poll()).collect();
+        for action in actions {
+            self.destination_action(context, key, action);
+        }
+    }
+
+    fn destination_action(&mut self, context: &mut Context, key: HandoffKey, action: DestinationAction) {
+        context.note(|| format!("worker {} destination {key} -> {action:?}", self.index));
+        let me = self.me();
+        let Some(leg) = self.decode_leg(key) else { return };
+        let id = leg.id;
+        match action {
+            DestinationAction::Reserve => self.command(context, Command::Reserve(id)),
+            DestinationAction::Send(message) => {
+                leg.granted |= matches!(message, DestinationMessage::Grant { .. });
+                if let Some(control) = leg.control {
+                    context.send(control, Side::Acceptor, Payload::Destination(message));
+                }
+            }
+            DestinationAction::Fence => {
+                if let Some(receiver) = &leg.receiver {
+                    receiver.fence();
+                }
+                let after = context.random.micros(0..=3_000);
+                context.worker(after, me, WorkerEvent::WriterEnded(key));
+            }
+            DestinationAction::Run(commit) => {
+                if leg.receiver.is_some() {
+                    context.violate(|| format!("{key} runs under a live writer"));
+                }
+                context.report.num_commits += 1;
+                let first = FirstToken { token: commit.first_token.id, finished: commit.finish.is_some() };
+                self.command(context, Command::Commit(id, first));
+            }
+            DestinationAction::Free => {
+                if leg.receiver.is_some() {
+                    context.violate(|| format!("{key} is freed under a live writer"));
+                }
+                self.command(context, Command::Drop(id));
+            }
+            DestinationAction::End(DestinationEnd::Committed) => {
+                // Its router may have left while the writer ended.
+                if leg.stream.is_none() {
+                    self.decode_cancelled(context, key);
+                }
+            }
+            DestinationAction::End(DestinationEnd::Failed(cause)) => {
+                *context.report.failed_handoffs.entry(cause.name()).or_default() += 1;
+                self.end_decode(context, key, Some(DecodeFact::Failed(cause)), cause);
+            }
+        }
+    }
+
+    fn end_decode(&mut self, context: &mut Context, key: HandoffKey, last: Option<DecodeFact>, cause: Cause) {
+        let Some(Leg::Decode(leg)) = self.legs.remove(&key) else { return };
+        if leg.receiver.is_some() {
+            context.violate(|| format!("{key} ended with a live writer"));
+        }
+        self.registry.finish(key, cause, context.now);
+        self.sequences.remove(&leg.id);
+        context.report.num_ignored += leg.destination.as_ref().map_or(0, Destination::ignored);
+        if let (Some(control), Some(machine)) = (leg.control, leg.destination)
+            && self.streams.remove(&control).is_some()
+        {
+            self.lingering.insert(control, machine);
+        }
+        self.close_leg(context, leg.stream, last.map(Payload::Decode));
+    }
+}

@@ -1,0 +1,283 @@
+//! A worker process: a step loop, the legs of routers, handoffs, and what reaches it from outside.
+
+mod decode;
+mod leg;
+mod prefill;
+mod receiver;
+mod sender;
+mod steps;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use baton_dispatch::{Role, WorkerState, WorkerView};
+use baton_handoff::{
+    Destination, DestinationFact, HandoffKey, InstanceId, Registry, RegistryLimits, Time, Timers,
+};
+use baton_scheduler::SequenceId;
+
+pub(crate) use leg::LegSpec;
+use leg::{Leg, StreamUse};
+use steps::{Command, Outcome, Steps};
+pub(crate) use steps::{NUM_LAYERS, VOCAB};
+
+use crate::context::Context;
+use crate::network::{Arrival, Node, Payload, Side, StreamId};
+use crate::queue::{Event, RouterEvent, WorkerEvent};
+
+const HEARTBEAT: Duration = Duration::from_millis(100);
+
+/// One process.
+pub(crate) struct Worker {
+    pub(crate) index: usize,
+    pub(crate) role: Role,
+    pub(crate) instance: InstanceId,
+    /// Counts the processes that had this address: events of an earlier one are void.
+    pub(crate) incarnation: u32,
+    pub(crate) alive: bool,
+    /// Standing still; what comes meanwhile is held.
+    pub(crate) paused: bool,
+    pub(crate) held: VecDeque<Event>,
+    pub(crate) steps: Steps,
+    pub(crate) registry: Registry,
+    legs: BTreeMap<HandoffKey, Leg>,
+    sequences: BTreeMap<SequenceId, HandoffKey>,
+    streams: BTreeMap<StreamId, (HandoffKey, StreamUse)>,
+    parked: BTreeMap<HandoffKey, StreamId>,
+    /// Machines whose leg is over; they answer until the source closes its control stream.
+    lingering: BTreeMap<StreamId, Destination>,
+    next_sequence: u64,
+    timers: Timers,
+    wake: Option<Time>,
+}
+
+impl Worker {
+    pub(crate) fn new(index: usize, role: Role, incarnation: u32, context: &mut Context) -> Self {
+        let instance = InstanceId(context.random.id());
+        let timers = Timers::default();
+        Self {
+            index,
+            role,
+            instance,
+            incarnation,
+            alive: true,
+            paused: false,
+            held: VecDeque::new(),
+            steps: Steps::new(role, context),
+            registry: Registry::new(instance, RegistryLimits::default(), &timers),
+            legs: BTreeMap::new(),
+            sequences: BTreeMap::new(),
+            streams: BTreeMap::new(),
+            parked: BTreeMap::new(),
+            lingering: BTreeMap::new(),
+            next_sequence: 0,
+            timers,
+            wake: None,
+        }
+    }
+
+    fn me(&self) -> (usize, u32) {
+        (self.index, self.incarnation)
+    }
+
+    const fn node(&self) -> Node {
+        Node::Worker(self.index)
+    }
+
+    /// Legs, parked offers and lingering machines: nothing is left when all is over.
+    pub(crate) fn num_left(&self) -> (usize, usize, usize) {
+        (self.legs.len(), self.parked.len(), self.lingering.len())
+    }
+
+    /// The process is gone, with everything it held.
+    pub(crate) fn die(&mut self) {
+        self.alive = false;
+        self.paused = false;
+        self.held.clear();
+    }
+
+    pub(crate) fn start(&mut self, context: &mut Context) {
+        context.worker(Duration::ZERO, self.me(), WorkerEvent::Heartbeat);
+    }
+
+    pub(crate) fn event(&mut self, context: &mut Context, event: WorkerEvent) {
+        match event {
+            WorkerEvent::StepDone(number) => {
+                let mut outcomes = Vec::new();
+                self.steps.done(number, context.now, &mut outcomes);
+                self.outcomes(context, outcomes);
+            }
+            WorkerEvent::Push(key, stream) => self.push(context, key, stream),
+            WorkerEvent::WriterEnded(key) => self.writer_ended(context, key),
+            WorkerEvent::Wake => self.tick(context),
+            WorkerEvent::Heartbeat => self.heartbeat(context),
+        }
+        self.settle(context);
+    }
+
+    pub(crate) fn arrive(&mut self, context: &mut Context, arrival: Arrival) {
+        let Arrival { stream, payload, .. } = arrival;
+        match payload {
+            Payload::OpenPrefill(spec) => self.open_prefill(context, stream, *spec),
+            Payload::OpenDecode(spec) => self.open_decode(context, stream, *spec),
+            Payload::Source(message) => self.source_says(context, stream, message),
+            Payload::Destination(message) => self.destination_says(context, stream, message),
+            Payload::Frame(frame) => self.frame(context, stream, frame),
+            Payload::Closed => self.stream_over(context, stream, false),
+            Payload::Lost => self.stream_over(context, stream, true),
+            Payload::Prefill(_) | Payload::Decode(_) => {
+                context.violate(|| "a worker got a router's event".into())
+            }
+        }
+        self.settle(context);
+    }
+
+    /// Lets the step loop go on, and sees to the next timer.
+    fn settle(&mut self, context: &mut Context) {
+        loop {
+            let mut outcomes = Vec::new();
+            let started = self.steps.advance(context, &mut outcomes);
+            if let Some((number, takes)) = started {
+                context.worker(takes, self.me(), WorkerEvent::StepDone(number));
+            }
+            if outcomes.is_empty() {
+                break;
+            }
+            self.outcomes(context, outcomes);
+        }
+        self.set_alarm(context);
+    }
+
+    fn outcomes(&mut self, context: &mut Context, outcomes: Vec<Outcome>) {
+        for outcome in outcomes {
+            context.note(|| format!("worker {} scheduler: {outcome:?}", self.index));
+            let Some(key) = self.sequences.get(&outcome.id()).copied() else { continue };
+            match self.role {
+                Role::Prefill => self.prefill_outcome(context, key, outcome),
+                Role::Decode => self.decode_outcome(context, key, outcome),
+            }
+        }
+    }
+
+    /// Gives a command to the step loop; one that hits the running step makes it end after the current layer.
+    fn command(&mut self, context: &mut Context, command: Command) {
+        context.note(|| format!("worker {} command: {command:?}", self.index));
+        if let Some(number) = self.steps.command(command) {
+            context.worker(Duration::from_micros(50), self.me(), WorkerEvent::StepDone(number));
+        }
+    }
+
+    fn new_sequence(&mut self, key: HandoffKey) -> SequenceId {
+        self.next_sequence += 1;
+        let id = SequenceId(self.next_sequence);
+        self.sequences.insert(id, key);
+        id
+    }
+
+    fn stream_over(&mut self, context: &mut Context, stream: StreamId, lost: bool) {
+        self.lingering.remove(&stream);
+        if let Some(key) = self.parked.iter().find(|(_, s)| **s == stream).map(|(key, _)| *key) {
+            self.parked.remove(&key);
+            self.registry.withdraw(key);
+        }
+        let Some((key, usage)) = self.streams.remove(&stream) else { return };
+        match (self.role, usage) {
+            (_, StreamUse::Router) => self.router_left(context, key),
+            (Role::Prefill, StreamUse::Control) => self.source_control_lost(context, key),
+            (Role::Prefill, StreamUse::Bulk) => self.source_bulk_lost(context, key, stream),
+            (Role::Decode, StreamUse::Control) => {
+                self.destination_fact(context, key, DestinationFact::ControlLost);
+            }
+            (Role::Decode, StreamUse::Bulk) if lost => {
+                self.destination_fact(context, key, DestinationFact::BulkLost);
+            }
+            (Role::Decode, StreamUse::Bulk) => {}
+        }
+    }
+
+    fn router_left(&mut self, context: &mut Context, key: HandoffKey) {
+        match self.legs.get_mut(&key) {
+            Some(Leg::Prefill(leg)) => {
+                leg.stream = None;
+                self.prefill_cancelled(context, key);
+            }
+            Some(Leg::Decode(leg)) => {
+                leg.stream = None;
+                self.decode_cancelled(context, key);
+            }
+            None => {}
+        }
+    }
+
+    /// Says a leg's last word to its router and closes the stream.
+    fn close_leg(&mut self, context: &mut Context, stream: Option<StreamId>, last: Option<Payload>) {
+        let Some(stream) = stream else { return };
+        if let Some(last) = last {
+            context.send(stream, Side::Acceptor, last);
+        }
+        context.close(stream, Side::Acceptor);
+        self.streams.remove(&stream);
+    }
+
+    fn heartbeat(&mut self, context: &mut Context) {
+        let view = self.view();
+        for router in 0..context.shape.num_routers {
+            let latency = context.random.micros(100..=2_000);
+            context.router(latency, router, RouterEvent::Status(Box::new(view)));
+        }
+        if !context.over {
+            context.worker(HEARTBEAT, self.me(), WorkerEvent::Heartbeat);
+        }
+    }
+
+    fn view(&self) -> WorkerView {
+        let scheduler = self.steps.scheduler();
+        let counts = scheduler.counts();
+        let pool = scheduler.pool().counts();
+        WorkerView {
+            instance: self.instance,
+            index: self.index,
+            role: self.role,
+            state: WorkerState::Ready,
+            num_waiting: counts.waiting as u32,
+            num_running: (counts.prefilling + counts.held + counts.receiving + counts.running) as u32,
+            free_blocks: (pool.free + pool.cached) as u32,
+            total_blocks: pool.total as u32,
+            queued_tokens: scheduler.queued_tokens(),
+            in_flight: 0,
+        }
+    }
+
+    fn tick(&mut self, context: &mut Context) {
+        self.wake = None;
+        let now = context.now;
+        let due: Vec<HandoffKey> = self
+            .legs
+            .iter()
+            .filter(|(_, leg)| leg.deadline().is_some_and(|at| at <= now))
+            .map(|(key, _)| *key)
+            .collect();
+        for key in due {
+            match self.role {
+                Role::Prefill => self.source_fact(context, key, baton_handoff::SourceFact::Tick),
+                Role::Decode => self.destination_fact(context, key, DestinationFact::Tick),
+            }
+        }
+        for offer in self.registry.expired(now) {
+            if let Some(stream) = self.parked.remove(&offer.key) {
+                let gone = baton_handoff::DestinationMessage::Gone(baton_handoff::Cause::NotFound);
+                context.send(stream, Side::Acceptor, Payload::Destination(gone));
+            }
+        }
+    }
+
+    fn set_alarm(&mut self, context: &mut Context) {
+        let legs = self.legs.values().filter_map(Leg::deadline);
+        let Some(next) = legs.chain(self.registry.deadline()).min() else { return };
+        if self.wake.is_none_or(|at| next < at) {
+            self.wake = Some(next);
+            let after = next.saturating_sub(context.now);
+            context.worker(after, self.me(), WorkerEvent::Wake);
+        }
+    }
+}

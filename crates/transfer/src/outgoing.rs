@@ -1,0 +1,162 @@
+//! Encoding frames straight out of block memory: one copy, from the arena into the buffer that HTTP/2 sends.
+
+use std::sync::Arc;
+
+use baton_handoff::HandoffKey;
+use baton_kv::{BlockMemory, BlockSlice, MemoryError, ReadLease};
+use baton_proto::bulk::{BULK_BUFFER_BYTES, bulk_buffer_settings};
+use baton_proto::v1;
+use bytes::BufMut;
+use prost::Message;
+use tonic::Status;
+use tonic::codec::{BufferSettings, Codec, EncodeBuf, Encoder};
+use tonic_prost::{ProstCodec, ProstDecoder};
+
+use crate::frames::Frame;
+use crate::wire;
+
+/// Tag of `KvFrame.payload`: field 8, length-delimited.
+const PAYLOAD_TAG: u8 = 8 << 3 | 2;
+
+/// More than the other fields of a `KvFrame` ever take.
+const HEADER_BYTES: usize = 128;
+
+/// Where the bytes of a handoff's frames are read; its lease pins them as long as a frame is on its way.
+pub(crate) struct Blocks {
+    pub(crate) memory: Arc<dyn BlockMemory>,
+    pub(crate) lease: ReadLease,
+    pub(crate) key: HandoffKey,
+}
+
+/// How long the sender waited before a frame, since the frame before.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Waits {
+    pub(crate) idle_us: u64,
+    pub(crate) credit_us: u64,
+}
+
+/// One message of a Push stream.
+pub(crate) enum Outgoing {
+    /// The first message: names the handoff.
+    Opening(HandoffKey),
+    /// KV, read when the message is encoded.
+    Kv { frame: Frame, waits: Waits, blocks: Arc<Blocks> },
+}
+
+/// CRC-32C of what stands before the payload; the payload's bytes are appended to it.
+pub(crate) fn header_crc(key: &HandoffKey, frame: &Frame) -> u32 {
+    let mut header = [0u8; 16 + 8 + 16 + 16];
+    let mut rest = &mut header[..];
+    rest.put_slice(&key.request.0);
+    rest.put_u32_le(key.group);
+    rest.put_u32_le(key.attempt);
+    rest.put_u64_le(frame.index);
+    rest.put_u64_le(frame.offset);
+    for field in [frame.layer, frame.first_block, frame.num_blocks, frame.tail_tokens] {
+        rest.put_u32_le(field);
+    }
+    crc32c::crc32c(&header)
+}
+
+/// Encodes [`Outgoing`] as `KvFrame`.
+pub(crate) struct FrameEncoder {
+    tail: Vec<u8>,
+}
+
+impl FrameEncoder {
+    fn encode_kv(
+        &mut self,
+        frame: &Frame,
+        waits: Waits,
+        blocks: &Blocks,
+        buf: &mut impl BufMut,
+    ) -> Result<(), Status> {
+        let unreadable = |error: MemoryError| Status::internal(format!("frame {}: {error}", frame.index));
+        let header = v1::KvFrame {
+            index: frame.index,
+            offset: frame.offset,
+            layer: frame.layer,
+            first_block: frame.first_block,
+            num_blocks: frame.num_blocks,
+            tail_tokens: frame.tail_tokens,
+            idle_us: waits.idle_us,
+            credit_wait_us: waits.credit_us,
+            ..v1::KvFrame::default()
+        };
+        put_message(&header, buf)?;
+        buf.put_u8(PAYLOAD_TAG);
+        prost::encode_length_delimiter(frame.len as usize, buf).map_err(no_room)?;
+        let mut crc = header_crc(&blocks.key, frame);
+        let (layer, first) = (frame.layer as usize, frame.first_block as usize);
+        if frame.tail_tokens > 0 {
+            let at = BlockSlice { layer, nth: first, num_tokens: frame.tail_tokens as usize };
+            self.tail.clear();
+            blocks.memory.gather(&blocks.lease, at, &mut self.tail).map_err(unreadable)?;
+            crc = crc32c::crc32c_append(crc, &self.tail);
+            buf.put_slice(&self.tail);
+        } else {
+            for nth in first..first + frame.num_blocks as usize {
+                let block = blocks.memory.read(&blocks.lease, layer, nth).map_err(unreadable)?;
+                // The sum is taken while the block's bytes are in the nearest cache.
+                crc = crc32c::crc32c_append(crc, block);
+                buf.put_slice(block);
+            }
+        }
+        // Fields of one message may be written apart: concatenated messages merge.
+        put_message(&v1::KvFrame { crc32c: crc, ..v1::KvFrame::default() }, buf)
+    }
+}
+
+fn put_message(message: &v1::KvFrame, buf: &mut impl BufMut) -> Result<(), Status> {
+    message.encode(buf).map_err(no_room)
+}
+
+/// Buffers here grow, so this can't happen.
+fn no_room(error: prost::EncodeError) -> Status {
+    Status::internal(error.to_string())
+}
+
+impl Encoder for FrameEncoder {
+    type Item = Outgoing;
+    type Error = Status;
+
+    fn encode(&mut self, item: Outgoing, buf: &mut EncodeBuf<'_>) -> Result<(), Status> {
+        match item {
+            Outgoing::Opening(key) => {
+                put_message(&v1::KvFrame { key: Some(wire::encode_key(&key)), ..v1::KvFrame::default() }, buf)
+            }
+            Outgoing::Kv { frame, waits, blocks } => {
+                let needed = HEADER_BYTES + frame.len as usize;
+                if buf.chunk_mut().len() < needed {
+                    // A buffer that was handed over whole is replaced by one that takes several frames.
+                    buf.reserve(needed.max(BULK_BUFFER_BYTES));
+                }
+                self.encode_kv(&frame, waits, &blocks, buf)
+            }
+        }
+    }
+
+    fn buffer_settings(&self) -> BufferSettings {
+        bulk_buffer_settings()
+    }
+}
+
+/// Codec of the client side of Push.
+#[derive(Default)]
+pub(crate) struct PushCodec;
+
+impl Codec for PushCodec {
+    type Encode = Outgoing;
+    type Decode = v1::PushProgress;
+    type Encoder = FrameEncoder;
+    type Decoder = ProstDecoder<v1::PushProgress>;
+
+    fn encoder(&mut self) -> FrameEncoder {
+        FrameEncoder { tail: Vec::new() }
+    }
+
+    fn decoder(&mut self) -> Self::Decoder {
+        // Answers are small, unlike what this codec encodes.
+        ProstCodec::<v1::PushProgress, v1::PushProgress>::raw_decoder(BufferSettings::default())
+    }
+}

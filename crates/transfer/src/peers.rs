@@ -1,0 +1,269 @@
+//! Other workers: their connections, and whether their KV can be used.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use baton_handoff::InstanceId;
+use baton_kv::KvLayout;
+use baton_proto::v1::handoff_client::HandoffClient;
+use baton_proto::{PROTOCOL_VERSION, v1};
+use tokio::runtime::Handle;
+use tokio::sync::OnceCell;
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+
+use crate::{TransferError, bulk_endpoint, control_endpoint, wire};
+
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Who this worker is to others.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// This process.
+    pub instance: InstanceId,
+    /// Its KV.
+    pub layout: KvLayout,
+}
+
+/// How peers are reached.
+#[derive(Clone, Debug)]
+pub struct PeersConfig {
+    /// Who asks.
+    pub identity: Identity,
+    /// Peers connected at one time.
+    pub max_peers: usize,
+    /// Where the bulk connections' work is done.
+    pub bulk_runtime: Handle,
+}
+
+/// A decode worker that shook hands.
+#[derive(Clone, Debug)]
+pub struct Peer {
+    address: String,
+    instance: InstanceId,
+    control: Channel,
+    bulk: Channel,
+}
+
+impl Peer {
+    /// "host:port" of its server.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// The process that answered.
+    pub const fn instance(&self) -> InstanceId {
+        self.instance
+    }
+
+    /// The connection for everything but KV.
+    pub fn control(&self) -> Channel {
+        self.control.clone()
+    }
+
+    /// The connection for KV.
+    pub fn bulk(&self) -> Channel {
+        self.bulk.clone()
+    }
+}
+
+type Slot = Arc<OnceCell<Peer>>;
+
+/// Connections to decode workers by address, kept while they are the instance that was meant.
+pub struct Peers {
+    config: PeersConfig,
+    slots: Mutex<HashMap<String, Slot>>,
+}
+
+impl Peers {
+    /// Nobody is connected.
+    pub fn new(config: PeersConfig) -> Self {
+        Self { config, slots: Mutex::new(HashMap::new()) }
+    }
+
+    /// The peer at "host:port", connected and compared with. Concurrent callers share one attempt; a failed one is not kept.
+    ///
+    /// # Errors
+    /// [`TransferError::Lost`], [`TransferError::Layout`], [`TransferError::WrongInstance`], or [`TransferError::Full`] when
+    /// `max_peers` others are in use.
+    pub async fn get(&self, address: &str, instance: InstanceId) -> Result<Peer, TransferError> {
+        let slot = self.slot(address)?;
+        let peer = slot.get_or_try_init(|| self.connect(address)).await?;
+        if peer.instance == instance {
+            return Ok(peer.clone());
+        }
+        // A worker was started anew at this address, or the caller's view is older than the connection.
+        self.forget(address, &slot);
+        let slot = self.slot(address)?;
+        let peer = slot.get_or_try_init(|| self.connect(address)).await?;
+        if peer.instance == instance {
+            return Ok(peer.clone());
+        }
+        Err(TransferError::WrongInstance {
+            address: address.to_owned(),
+            expected: instance,
+            found: peer.instance,
+        })
+    }
+
+    /// Drops the connections to an address, as when a handoff lost its control stream.
+    pub fn drop_peer(&self, address: &str) {
+        self.slots().remove(address);
+    }
+
+    /// Peers connected or being connected.
+    pub fn len(&self) -> usize {
+        self.slots().len()
+    }
+
+    /// Whether nobody is connected.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn slots(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn slot(&self, address: &str) -> Result<Slot, TransferError> {
+        let mut slots = self.slots();
+        if let Some(slot) = slots.get(address) {
+            return Ok(Arc::clone(slot));
+        }
+        if slots.len() >= self.config.max_peers {
+            // Whoever is connecting right now holds its slot too; the others only lose a connection that they'd make again.
+            let idle = slots.iter().find(|(_, slot)| Arc::strong_count(slot) == 1);
+            let Some(idle) = idle.map(|(address, _)| address.clone()) else {
+                return Err(TransferError::Full { what: "peers", limit: self.config.max_peers });
+            };
+            slots.remove(&idle);
+        }
+        let slot = Slot::default();
+        slots.insert(address.to_owned(), Arc::clone(&slot));
+        Ok(slot)
+    }
+
+    fn forget(&self, address: &str, slot: &Slot) {
+        let mut slots = self.slots();
+        if slots.get(address).is_some_and(|known| Arc::ptr_eq(known, slot)) {
+            slots.remove(address);
+        }
+    }
+
+    async fn connect(&self, address: &str) -> Result<Peer, TransferError> {
+        let lost = |detail| TransferError::Lost { address: address.to_owned(), detail };
+        let control = control_endpoint(address)?
+            .connect()
+            .await
+            .map_err(|error| lost(crate::channel::describe(&error)))?;
+        let identity = &self.config.identity;
+        let asked = HandoffClient::new(control.clone());
+        let answer = tokio::time::timeout(HANDSHAKE_TIMEOUT, shake_hands(asked, identity))
+            .await
+            .map_err(|_| lost(format!("no handshake within {} s", HANDSHAKE_TIMEOUT.as_secs())))?
+            .map_err(|status| refused(address, &status))?;
+        let theirs = Answer::decode(answer)?;
+        compare(identity, &theirs)
+            .map_err(|text| TransferError::Layout(format!("decode worker at {address}: {text}")))?;
+        let bulk = {
+            // Connections do their work on the runtime in which they were made.
+            let _entered = self.config.bulk_runtime.enter();
+            bulk_endpoint(&bulk_address(address, theirs.bulk_port))?.connect_lazy()
+        };
+        Ok(Peer { address: address.to_owned(), instance: theirs.instance, control, bulk })
+    }
+}
+
+async fn shake_hands(
+    mut client: HandoffClient<Channel>,
+    ours: &Identity,
+) -> Result<v1::HandshakeResponse, Status> {
+    let asked = v1::HandshakeRequest {
+        protocol_version: PROTOCOL_VERSION,
+        instance_id: wire::encode_instance(ours.instance),
+        layout: Some(wire::encode_layout(&ours.layout)),
+    };
+    client.handshake(asked).await.map(tonic::Response::into_inner)
+}
+
+fn refused(address: &str, status: &Status) -> TransferError {
+    let text = status.message();
+    match status.code() {
+        Code::FailedPrecondition => {
+            TransferError::Layout(format!("decode worker at {address} refuses: {text}"))
+        }
+        Code::InvalidArgument => TransferError::Protocol(format!("{address}: {text}")),
+        code => {
+            TransferError::Lost { address: address.to_owned(), detail: format!("handshake: {code}: {text}") }
+        }
+    }
+}
+
+/// The same host, at the port of the bulk service.
+fn bulk_address(address: &str, bulk_port: u16) -> String {
+    match (bulk_port, address.rsplit_once(':')) {
+        (0, _) | (_, None) => address.to_owned(),
+        (port, Some((host, _))) => format!("{host}:{port}"),
+    }
+}
+
+struct Answer {
+    protocol_version: u32,
+    instance: InstanceId,
+    layout: KvLayout,
+    bulk_port: u16,
+}
+
+impl Answer {
+    fn decode(answer: v1::HandshakeResponse) -> Result<Self, TransferError> {
+        let v1::HandshakeResponse { protocol_version, instance_id, layout, bulk_port } = answer;
+        Ok(Self {
+            protocol_version,
+            instance: wire::decode_instance("instance_id", &instance_id)?,
+            layout: wire::decode_layout(layout)?,
+            bulk_port: u16::try_from(bulk_port)
+                .map_err(|_| TransferError::malformed("bulk_port", format_args!("{bulk_port} is no port")))?,
+        })
+    }
+}
+
+fn compare(ours: &Identity, theirs: &Answer) -> Result<(), String> {
+    if theirs.protocol_version != PROTOCOL_VERSION {
+        return Err(format!(
+            "protocol version: ours is {PROTOCOL_VERSION}, theirs is {}",
+            theirs.protocol_version
+        ));
+    }
+    ours.layout.check(&theirs.layout).map_err(|mismatch| mismatch.to_string())
+}
+
+/// A decode worker's answer to a handshake. `bulk_port` is where [`crate::KvStreamService`] is served, 0 for the same port.
+///
+/// # Errors
+/// FAILED_PRECONDITION that names both sides, or INVALID_ARGUMENT for a malformed question.
+pub fn answer_handshake(
+    ours: &Identity,
+    bulk_port: u16,
+    asked: v1::HandshakeRequest,
+) -> Result<v1::HandshakeResponse, Status> {
+    let v1::HandshakeRequest { protocol_version, instance_id, layout } = asked;
+    let theirs = Answer {
+        protocol_version,
+        instance: wire::decode_instance("instance_id", &instance_id)?,
+        layout: wire::decode_layout(layout)?,
+        bulk_port: 0,
+    };
+    compare(ours, &theirs).map_err(|text| {
+        Status::failed_precondition(format!(
+            "{text} (ours: decode worker {}, theirs: prefill worker {})",
+            ours.instance, theirs.instance
+        ))
+    })?;
+    Ok(v1::HandshakeResponse {
+        protocol_version: PROTOCOL_VERSION,
+        instance_id: wire::encode_instance(ours.instance),
+        layout: Some(wire::encode_layout(&ours.layout)),
+        bulk_port: u32::from(bulk_port),
+    })
+}

@@ -1,0 +1,236 @@
+//! Meeting a decode worker: handshake, instances, bounds, and the control stream.
+
+mod support;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use baton_handoff::{Cause, DestinationMessage, InstanceId, SourceMessage};
+use baton_kv::KvLayout;
+use baton_proto::v1;
+use baton_proto::v1::handoff_server::{Handoff, HandoffServer};
+use baton_transfer::{
+    Identity, Peers, PeersConfig, TransferError, answer_handshake, control_server_builder, open_control, wire,
+};
+use support::{PATIENCE, instance, key, layout};
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::server::TcpIncoming;
+use tonic::{Request, Response, Status, Streaming};
+
+/// A decode worker that answers handshakes, and on a control stream the offer with `Busy`, then with what else it hears as an abort.
+struct Worker {
+    identity: Identity,
+    bulk_port: u16,
+    handshakes: Arc<AtomicUsize>,
+}
+
+#[tonic::async_trait]
+impl Handoff for Worker {
+    type ControlStream = ReceiverStream<Result<v1::DestinationMessage, Status>>;
+
+    async fn handshake(
+        &self,
+        request: Request<v1::HandshakeRequest>,
+    ) -> Result<Response<v1::HandshakeResponse>, Status> {
+        self.handshakes.fetch_add(1, Ordering::SeqCst);
+        answer_handshake(&self.identity, self.bulk_port, request.into_inner()).map(Response::new)
+    }
+
+    async fn control(
+        &self,
+        request: Request<Streaming<v1::SourceMessage>>,
+    ) -> Result<Response<Self::ControlStream>, Status> {
+        let mut incoming = request.into_inner();
+        let (outgoing, stream) = tokio::sync::mpsc::channel(4);
+        tokio::spawn(async move {
+            while let Ok(Some(message)) = incoming.message().await {
+                let answer = match wire::decode_source(message) {
+                    Ok(SourceMessage::Offer { prompt_tokens, .. }) => {
+                        DestinationMessage::Busy { retry_after_ms: u64::from(prompt_tokens) }
+                    }
+                    Ok(SourceMessage::Abort(_)) => DestinationMessage::Aborted { committed: false },
+                    Ok(_) => break,
+                    Err(error) => DestinationMessage::Gone(error.cause()),
+                };
+                let _ = outgoing.send(Ok(wire::encode_destination(&answer))).await;
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+}
+
+struct Running {
+    address: SocketAddr,
+    handshakes: Arc<AtomicUsize>,
+    task: JoinHandle<()>,
+}
+
+async fn start_at(address: SocketAddr, instance: InstanceId, layout: KvLayout) -> Running {
+    let listener = TcpListener::bind(address).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let handshakes = Arc::new(AtomicUsize::new(0));
+    let worker = Worker {
+        identity: Identity { instance, layout },
+        bulk_port: 4321,
+        handshakes: Arc::clone(&handshakes),
+    };
+    let task = tokio::spawn(async move {
+        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+        let server = control_server_builder().add_service(HandoffServer::new(worker));
+        server.serve_with_incoming(incoming).await.unwrap();
+    });
+    Running { address, handshakes, task }
+}
+
+async fn start(instance: InstanceId, layout: KvLayout) -> Running {
+    start_at("127.0.0.1:0".parse().unwrap(), instance, layout).await
+}
+
+fn peers(max_peers: usize) -> Peers {
+    Peers::new(PeersConfig {
+        identity: Identity { instance: instance(1), layout: layout(2, 1, 8, 16) },
+        max_peers,
+        bulk_runtime: tokio::runtime::Handle::current(),
+    })
+}
+
+#[tokio::test]
+async fn a_peer_is_met_once_and_kept() {
+    let worker = start(instance(2), layout(2, 1, 8, 16)).await;
+    let (peers, address) = (peers(4), worker.address.to_string());
+    let meetings = (0..8).map(|_| peers.get(&address, instance(2)));
+    for met in futures_join(meetings).await {
+        assert_eq!(met.unwrap().instance(), instance(2));
+    }
+    assert_eq!((worker.handshakes.load(Ordering::SeqCst), peers.len()), (1, 1));
+}
+
+/// Runs all at once on this task.
+async fn futures_join<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
+    let mut set: Vec<_> = futures.map(|future| (Box::pin(future), None)).collect();
+    std::future::poll_fn(|context| {
+        for (future, output) in &mut set {
+            if output.is_none()
+                && let std::task::Poll::Ready(value) = future.as_mut().poll(context)
+            {
+                *output = Some(value);
+            }
+        }
+        if set.iter().all(|(_, output)| output.is_some()) {
+            std::task::Poll::Ready(())
+        } else {
+            std::task::Poll::Pending
+        }
+    })
+    .await;
+    set.into_iter().filter_map(|(_, output)| output).collect()
+}
+
+#[tokio::test]
+async fn layouts_that_differ_are_refused_with_both_sides_named_and_asked_again_later() {
+    let worker = start(instance(2), layout(2, 1, 8, 32)).await;
+    let (peers, address) = (peers(4), worker.address.to_string());
+    let error = peers.get(&address, instance(2)).await.unwrap_err();
+    assert!(matches!(error, TransferError::Layout(_)), "{error:?}");
+    assert_eq!(error.cause(), Cause::Layout);
+    let text = error.to_string();
+    for part in [
+        "block_size",
+        "ours is 32",
+        "theirs is 16",
+        &address,
+        &instance(1).to_string(),
+        &instance(2).to_string(),
+    ] {
+        assert!(text.contains(part), "{text} does not say {part}");
+    }
+    assert!(peers.get(&address, instance(2)).await.is_err());
+    assert_eq!(worker.handshakes.load(Ordering::SeqCst), 2, "a failed meeting is not kept");
+}
+
+#[test]
+fn an_older_protocol_is_refused() {
+    let identity = Identity { instance: instance(2), layout: layout(2, 1, 8, 16) };
+    let asked = v1::HandshakeRequest {
+        protocol_version: baton_proto::PROTOCOL_VERSION + 1,
+        instance_id: wire::encode_instance(instance(1)),
+        layout: Some(wire::encode_layout(&identity.layout)),
+    };
+    let status = answer_handshake(&identity, 0, asked.clone()).unwrap_err();
+    assert_eq!(status.code(), tonic::Code::FailedPrecondition);
+    assert!(status.message().contains("protocol version: ours is 1, theirs is 2"), "{status}");
+    let status = answer_handshake(&identity, 0, v1::HandshakeRequest { layout: None, ..asked }).unwrap_err();
+    assert_eq!(status.code(), tonic::Code::InvalidArgument);
+}
+
+#[tokio::test]
+async fn a_worker_started_anew_is_met_anew_and_a_stale_view_is_told() {
+    let worker = start(instance(2), layout(2, 1, 8, 16)).await;
+    let (peers, address) = (peers(4), worker.address.to_string());
+    peers.get(&address, instance(2)).await.unwrap();
+    worker.task.abort();
+    let _ = worker.task.await;
+    let again = start_at(worker.address, instance(3), layout(2, 1, 8, 16)).await;
+    assert_eq!(peers.get(&address, instance(3)).await.unwrap().instance(), instance(3));
+    let error = peers.get(&address, instance(2)).await.unwrap_err();
+    let expected = TransferError::WrongInstance { address, expected: instance(2), found: instance(3) };
+    assert_eq!(error, expected);
+    assert_eq!(again.handshakes.load(Ordering::SeqCst), 2);
+}
+
+#[tokio::test]
+async fn nobody_at_the_address_is_told_with_the_address() {
+    let address = {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        listener.local_addr().unwrap().to_string()
+    };
+    let error =
+        tokio::time::timeout(PATIENCE, peers(4).get(&address, instance(2))).await.unwrap().unwrap_err();
+    assert!(matches!(&error, TransferError::Lost { address: at, .. } if *at == address), "{error:?}");
+    assert!(error.to_string().contains("refused"), "{error}");
+    let error = peers(4).get("not an address", instance(2)).await.unwrap_err();
+    assert_eq!(error.cause(), Cause::PeerLost);
+}
+
+#[tokio::test]
+async fn peers_are_bounded_and_idle_ones_make_room() {
+    let peers = peers(2);
+    let mut workers = Vec::new();
+    for n in 2..6 {
+        let worker = start(instance(n), layout(2, 1, 8, 16)).await;
+        peers.get(&worker.address.to_string(), instance(n)).await.unwrap();
+        assert!(peers.len() <= 2);
+        workers.push(worker);
+    }
+    peers.drop_peer(&workers[3].address.to_string());
+    assert_eq!(peers.len(), 1);
+}
+
+#[tokio::test]
+async fn a_control_stream_carries_both_ways_and_tells_its_end() {
+    // On a runtime of its own, so that its connections die with it.
+    let process = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let worker = process.spawn(start(instance(2), layout(2, 1, 8, 16))).await.unwrap();
+    let peers = peers(4);
+    let peer = peers.get(&worker.address.to_string(), instance(2)).await.unwrap();
+    let offer = SourceMessage::Offer {
+        key: key(1),
+        source: instance(1),
+        destination: instance(2),
+        prompt_tokens: 77,
+    };
+    let mut control = open_control(&peer, offer).await.unwrap();
+    assert_eq!(control.next().await, Ok(Some(DestinationMessage::Busy { retry_after_ms: 77 })));
+    control.send(&SourceMessage::Abort(Cause::Cancelled)).await.unwrap();
+    assert_eq!(control.next().await, Ok(Some(DestinationMessage::Aborted { committed: false })));
+    // This worker hangs up on a notice.
+    control.send(&SourceMessage::Notice).await.unwrap();
+    assert_eq!(control.next().await, Ok(None));
+
+    process.shutdown_background();
+    let error = open_control(&peer, offer).await.map(drop).unwrap_err();
+    assert_eq!(error.cause(), Cause::PeerLost);
+}

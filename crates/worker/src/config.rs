@@ -1,0 +1,229 @@
+//! The options that both kinds of worker share; each is defined here and nowhere else.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use baton_kv::KvDtype;
+
+use crate::cpus::CpuList;
+use crate::size::ByteSize;
+use crate::{WorkerError, limits};
+
+/// Options of a worker. Every doc comment is the option's help text.
+#[derive(Clone, Debug, clap::Args)]
+pub struct WorkerConfig {
+    /// Address to serve gRPC and /metrics on; port 0 picks a free one
+    #[arg(long, env = "BATON_LISTEN", value_name = "IP:PORT", default_value = "127.0.0.1:0")]
+    pub listen: SocketAddr,
+
+    /// File to write the bound address to, as soon as it is bound [default: none]
+    #[arg(long, env = "BATON_ADDRESS_FILE", value_name = "PATH")]
+    pub address_file: Option<PathBuf>,
+
+    /// Model: 'default', 'builtin:tiny', a GGUF file, or a hub id such as org/name or org/name:file.gguf
+    #[arg(long, env = "BATON_MODEL", value_name = "MODEL", default_value = "default")]
+    pub model: String,
+
+    /// Folder that models are kept in [default: baton in the user's cache folder]
+    #[arg(long, env = "BATON_CACHE_DIR", value_name = "PATH")]
+    pub cache_dir: Option<PathBuf>,
+
+    /// Compute threads, 1 to 256 [default: the CPUs of --cpus, or those this process may use]
+    #[arg(long, env = "BATON_THREADS", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub threads: Option<u16>,
+
+    /// CPUs to bind the compute threads to, such as 0,2-3 [default: not bound]
+    #[arg(long, env = "BATON_CPUS", value_name = "LIST")]
+    pub cpus: Option<CpuList>,
+
+    /// CPUs to bind the network threads to, such as 0,2-3 [default: not bound]
+    #[arg(long, env = "BATON_IO_CPUS", value_name = "LIST")]
+    pub io_cpus: Option<CpuList>,
+
+    /// Memory for KV blocks in bytes, with K, M, G or T behind it [default: 2,048 tokens for each of --max-num-seqs
+    /// or one whole context if that is more, but at most a quarter of this machine's or container's memory]
+    #[arg(long, env = "BATON_KV_MEMORY", value_name = "BYTES")]
+    pub kv_memory: Option<ByteSize>,
+
+    /// Tokens of prompt and output together, at most, from 16 up [default: the model's context]
+    #[arg(long, env = "BATON_CONTEXT", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(16..))]
+    pub context: Option<u32>,
+
+    /// Sequences that hold KV blocks at once, 1 to 4096
+    #[arg(long, env = "BATON_MAX_NUM_SEQS", value_name = "N", default_value_t = 32,
+          value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub max_num_seqs: u32,
+
+    /// Sequences that wait, at most, 1 to 65536; more are refused as busy
+    #[arg(long, env = "BATON_MAX_QUEUE", value_name = "N", default_value_t = 256,
+          value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub max_queue: u32,
+
+    /// Tokens of a KV block, a power of two from 16 to 256; the same on all workers
+    #[arg(long, env = "BATON_BLOCK_SIZE", value_name = "TOKENS", default_value_t = 16, value_parser = block_size)]
+    pub block_size: usize,
+
+    /// Arithmetic: 'auto' is the fastest for the weights' format, 'f32' widens weights and activations
+    #[arg(long, env = "BATON_PRECISION", value_name = "NAME", default_value = "auto", value_parser = ["auto", "f32"])]
+    pub precision: String,
+
+    /// Element type of the KV cache: f16 or f32; the same on all workers
+    #[arg(long, env = "BATON_KV_DTYPE", value_name = "NAME", default_value = "f16")]
+    pub kv_dtype: KvDtype,
+
+    /// Tokens that one step computes, at most: the chunk a long prompt is cut into, one block to 65536
+    #[arg(long, env = "BATON_MAX_STEP_TOKENS", value_name = "TOKENS", default_value_t = 512,
+          value_parser = clap::value_parser!(u32).range(16..=65536))]
+    pub max_step_tokens: u32,
+
+    /// CPU kernels: auto, avx512, avx2 or portable
+    #[arg(long, env = "BATON_ISA", value_name = "NAME", default_value = "auto",
+          value_parser = ["auto", "avx512", "avx2", "portable"])]
+    pub isa: String,
+
+    /// Time that running requests get to end after SIGTERM, in seconds, 0 to 3600
+    #[arg(long, env = "BATON_DRAIN_TIMEOUT", value_name = "SECONDS", default_value = "5", value_parser = seconds)]
+    pub drain_timeout: Duration,
+
+    /// Allow an address other than loopback although nothing is encrypted or authenticated
+    #[arg(long, env = "BATON_INSECURE")]
+    pub insecure: bool,
+}
+
+fn block_size(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(size @ 16..=256) if usize::is_power_of_two(size) => Ok(size),
+        _ => Err("a power of two from 16 to 256".to_owned()),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.0..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("seconds from 0 to 3600".to_owned()),
+    }
+}
+
+impl WorkerConfig {
+    /// What the parsers of the single options can't see.
+    ///
+    /// # Errors
+    /// [`WorkerError::Config`] with the option and the limit.
+    pub fn check(&self) -> Result<(), WorkerError> {
+        if !self.listen.ip().is_loopback() && !self.insecure {
+            let reason = format!(
+                "{} is not a loopback address, and traffic is not encrypted: pass --insecure to allow it",
+                self.listen.ip()
+            );
+            return Err(WorkerError::config("--listen", reason));
+        }
+        if (self.max_step_tokens as usize) < self.block_size {
+            let reason = format!("{} is less than one block of {}", self.max_step_tokens, self.block_size);
+            return Err(WorkerError::config("--max-step-tokens", reason));
+        }
+        if self.max_step_tokens < self.max_num_seqs {
+            let reason = format!(
+                "{} is less than --max-num-seqs {}: each running sequence needs a token in every step",
+                self.max_step_tokens, self.max_num_seqs
+            );
+            return Err(WorkerError::config("--max-step-tokens", reason));
+        }
+        let allowed = CpuList::allowed().map_err(WorkerError::system("ask which CPUs may be used"))?;
+        for (option, list) in [("--cpus", &self.cpus), ("--io-cpus", &self.io_cpus)] {
+            if let Some(cpu) = list.as_ref().and_then(|list| list.first_outside(&allowed)) {
+                return Err(WorkerError::config(
+                    option,
+                    format!("CPU {cpu} is not among those allowed: {allowed}"),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Compute threads: as configured, or one for each CPU that may be used, no more than the container's quota.
+    pub fn num_threads(&self) -> usize {
+        if let Some(threads) = self.threads {
+            return usize::from(threads);
+        }
+        let cpus = match &self.cpus {
+            Some(list) => list.num_cpus(),
+            None => CpuList::allowed().map_or(1, |list| list.num_cpus()),
+        };
+        cpus.min(limits::cpu_quota().unwrap_or(usize::MAX)).clamp(1, 256)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser, Debug)]
+    struct Command {
+        #[command(flatten)]
+        worker: WorkerConfig,
+    }
+
+    fn parse(arguments: &[&str]) -> Result<WorkerConfig, String> {
+        let arguments = ["worker"].iter().chain(arguments);
+        let command = Command::try_parse_from(arguments).map_err(|error| error.to_string())?;
+        command.worker.check().map_err(|error| error.to_string())?;
+        Ok(command.worker)
+    }
+
+    #[test]
+    fn defaults_are_usable() {
+        let config = parse(&[]).unwrap();
+        assert!(config.listen.ip().is_loopback());
+        assert_eq!((config.block_size, config.kv_dtype), (16, KvDtype::F16));
+        assert_eq!(config.drain_timeout, Duration::from_secs(5));
+        assert!(config.num_threads() >= 1);
+    }
+
+    #[test]
+    fn bad_values_are_refused_with_the_option_named() {
+        for (arguments, option) in [
+            (vec!["--kv-memory", "1.5G"], "--kv-memory"),
+            (vec!["--kv-memory", "lots"], "--kv-memory"),
+            (vec!["--cpus", "2-1"], "--cpus"),
+            (vec!["--io-cpus", "0,0"], "--io-cpus"),
+            (vec!["--cpus", "1023"], "--cpus"),
+            (vec!["--block-size", "24"], "--block-size"),
+            (vec!["--block-size", "8"], "--block-size"),
+            (vec!["--threads", "0"], "--threads"),
+            (vec!["--context", "8"], "--context"),
+            (vec!["--kv-dtype", "int4"], "--kv-dtype"),
+            (vec!["--precision", "f64"], "--precision"),
+            (vec!["--isa", "neon"], "--isa"),
+            (vec!["--max-num-seqs", "0"], "--max-num-seqs"),
+            (vec!["--max-num-seqs", "600"], "--max-step-tokens"),
+            (vec!["--block-size", "64", "--max-step-tokens", "32"], "--max-step-tokens"),
+            (vec!["--drain-timeout=-1"], "--drain-timeout"),
+            (vec!["--listen", "localhost"], "--listen"),
+        ] {
+            let error = parse(&arguments).unwrap_err();
+            assert!(error.contains(option), "{arguments:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn another_address_than_loopback_needs_insecure() {
+        let error = parse(&["--listen", "0.0.0.0:7000"]).unwrap_err();
+        assert!(
+            error.contains("--listen") && error.contains("0.0.0.0") && error.contains("--insecure"),
+            "{error}"
+        );
+        assert!(!error.contains('\n'), "{error}");
+        parse(&["--listen", "0.0.0.0:7000", "--insecure"]).unwrap();
+        parse(&["--listen", "[::1]:7000"]).unwrap();
+    }
+
+    #[test]
+    fn threads_follow_the_cpus_given() {
+        let first = CpuList::allowed().unwrap().as_slice()[0].to_string();
+        assert_eq!(parse(&["--cpus", &first]).unwrap().num_threads(), 1);
+        assert_eq!(parse(&["--cpus", &first, "--threads", "3"]).unwrap().num_threads(), 3);
+    }
+}

@@ -1,0 +1,165 @@
+//! From options to an engine, its memory and a scheduler. Runs on the step thread, so that threads and memory are where
+//! they will be used.
+
+use std::time::Instant;
+
+use baton_engine::{CpuEngine, CpuEngineConfig, EngineBuildError, Isa, Precision};
+use baton_kv::{BlockMemory, BlockPool};
+use baton_model::{Model, ModelConfig, ModelName, NoProgress, ResolveOptions};
+use baton_scheduler::{Scheduler, SchedulerConfig};
+
+use crate::core::{Loaded, RequestLimits};
+use crate::memory_plan::{MemoryNeed, MemoryPlan};
+use crate::size::ByteSize;
+use crate::steps::{Built, StepHandle};
+use crate::{WorkerConfig, WorkerError};
+
+/// How a role's scheduler plans, beyond the shared options.
+#[derive(Clone, Debug)]
+pub struct Scheduling {
+    /// Prompt tokens of one step while other sequences decode, at most.
+    pub local_prefill_tokens: usize,
+    /// Partly prefilled prompts, at most.
+    pub max_open_prompts: usize,
+    /// Prompts offered ahead of being computed, at most.
+    pub lookahead: usize,
+    /// Share of all blocks that may be receiving KV.
+    pub max_receiving_share: f32,
+    /// A waiting prompt counts as this many tokens shorter per second of waiting.
+    pub ageing_tokens_per_s: f64,
+}
+
+impl Default for Scheduling {
+    fn default() -> Self {
+        Self {
+            local_prefill_tokens: 256,
+            max_open_prompts: 4,
+            lookahead: 4,
+            max_receiving_share: 0.5,
+            ageing_tokens_per_s: 500.0,
+        }
+    }
+}
+
+pub(crate) fn load(
+    config: &WorkerConfig,
+    scheduling: &Scheduling,
+    steps: &StepHandle,
+) -> Result<(Built, Loaded), WorkerError> {
+    let started = Instant::now();
+    let model = open_model(config)?;
+    let context = context(config, &model.config)?;
+    let mut engine_config = engine_config(config)?;
+    let needed = baton_engine::memory_needed(&model, &engine_config).map_err(refused)?;
+    let plan = MemoryPlan::new(MemoryNeed {
+        block_bytes: needed.block_bytes,
+        block_size: config.block_size,
+        other_bytes: needed.weights_bytes + needed.scratch_bytes,
+        context,
+        max_num_seqs: config.max_num_seqs as usize,
+        kv_memory: config.kv_memory,
+    })?;
+    engine_config.num_blocks = plan.num_blocks;
+    let (engine, arena) = CpuEngine::new(&model, engine_config).map_err(refused)?;
+    let pool = BlockPool::new(plan.num_blocks);
+    let scheduler_config = scheduler_config(config, scheduling, context);
+    scheduler_config.check().map_err(|reason| WorkerError::config("scheduling options", reason))?;
+    let scheduler = Scheduler::new(scheduler_config, pool.clone());
+    let limits = RequestLimits {
+        context,
+        pool_tokens: plan.num_blocks * config.block_size,
+        vocab: model.config.vocab,
+    };
+    tracing::info!(
+        model = model.config.name,
+        context,
+        threads = config.num_threads(),
+        kv_memory = %ByteSize(plan.bytes),
+        num_blocks = plan.num_blocks,
+        block_size = config.block_size,
+        kv_dtype = %config.kv_dtype,
+        numerics = arena.layout().numerics_id,
+        load_ms = started.elapsed().as_millis() as u64,
+        "the model is loaded"
+    );
+    let name = model.config.name.clone();
+    let loaded = Loaded { steps: steps.clone(), pool, memory: arena, model: name, limits };
+    Ok((Built { engine: Box::new(engine), scheduler }, loaded))
+}
+
+fn open_model(config: &WorkerConfig) -> Result<Model, WorkerError> {
+    let name: ModelName = config.model.parse()?;
+    let mut options = ResolveOptions::from_env(&NoProgress);
+    if let Some(folder) = &config.cache_dir {
+        options.cache_dir.clone_from(folder);
+    }
+    let source = baton_model::resolve(&name, &options)?;
+    Ok(Model::open(&source)?)
+}
+
+fn context(config: &WorkerConfig, model: &ModelConfig) -> Result<usize, WorkerError> {
+    match config.context {
+        Some(context) if context as usize > model.context => {
+            let reason = format!("{context} is more than the model's {}", model.context);
+            Err(WorkerError::config("--context", reason))
+        }
+        Some(context) => Ok(context as usize),
+        None => Ok(model.context),
+    }
+}
+
+/// All but the number of blocks.
+fn engine_config(config: &WorkerConfig) -> Result<CpuEngineConfig, WorkerError> {
+    let precision = match config.precision.as_str() {
+        "auto" => Precision::Auto,
+        "f32" => Precision::F32,
+        other => {
+            return Err(WorkerError::config("--precision", format!("'{other}' is neither auto nor f32")));
+        }
+    };
+    let isa = match config.isa.as_str() {
+        "auto" => None,
+        "avx512" => Some(Isa::Avx512),
+        "avx2" => Some(Isa::Avx2),
+        "portable" => Some(Isa::Portable),
+        other => {
+            let reason = format!("'{other}' is none of auto, avx512, avx2 and portable");
+            return Err(WorkerError::config("--isa", reason));
+        }
+    };
+    Ok(CpuEngineConfig {
+        num_blocks: 1,
+        block_size: config.block_size,
+        kv_dtype: config.kv_dtype,
+        precision,
+        num_threads: config.num_threads(),
+        cpus: config.cpus.as_ref().map(|cpus| cpus.as_slice().to_vec()),
+        max_step_tokens: config.max_step_tokens as usize,
+        isa,
+    })
+}
+
+fn scheduler_config(config: &WorkerConfig, scheduling: &Scheduling, context: usize) -> SchedulerConfig {
+    SchedulerConfig {
+        block_size: config.block_size,
+        context,
+        max_num_seqs: config.max_num_seqs as usize,
+        max_queue: config.max_queue as usize,
+        max_step_tokens: config.max_step_tokens as usize,
+        local_prefill_tokens: scheduling.local_prefill_tokens,
+        max_open_prompts: scheduling.max_open_prompts,
+        lookahead: scheduling.lookahead,
+        max_receiving_share: scheduling.max_receiving_share,
+        ageing_tokens_per_s: scheduling.ageing_tokens_per_s,
+        cache_salt: None,
+    }
+}
+
+fn refused(error: EngineBuildError) -> WorkerError {
+    match error {
+        EngineBuildError::Model(error) => WorkerError::Model(error),
+        EngineBuildError::OutOfMemory { .. } => WorkerError::Memory(error.to_string()),
+        EngineBuildError::IsaUnavailable { .. } => WorkerError::config("--isa", error.to_string()),
+        other => WorkerError::Engine(other.to_string()),
+    }
+}

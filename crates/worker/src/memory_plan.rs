@@ -1,0 +1,138 @@
+//! How many KV blocks a worker has.
+
+use crate::size::ByteSize;
+use crate::{WorkerError, limits};
+
+/// Tokens of KV that the default plans for each sequence.
+pub const DEFAULT_TOKENS_PER_SEQUENCE: usize = 2048;
+
+/// The share of the memory limit that the default takes at most: one in this many.
+pub const DEFAULT_SHARE: u64 = 4;
+
+/// What the plan is made from.
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryNeed {
+    /// Bytes of one KV block over all layers.
+    pub block_bytes: usize,
+    /// Tokens of a block.
+    pub block_size: usize,
+    /// Bytes that the engine takes beside the blocks: packed weights and scratch.
+    pub other_bytes: usize,
+    /// Tokens of prompt and output together.
+    pub context: usize,
+    /// Sequences that hold blocks at once.
+    pub max_num_seqs: usize,
+    /// `--kv-memory`.
+    pub kv_memory: Option<ByteSize>,
+}
+
+/// The outcome.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryPlan {
+    /// Blocks of the pool; at least one whole context.
+    pub num_blocks: usize,
+    /// Bytes they take.
+    pub bytes: u64,
+}
+
+impl MemoryPlan {
+    /// Plans with this machine's limits.
+    ///
+    /// # Errors
+    /// [`WorkerError::Memory`] when not one whole context fits; says the largest context that does.
+    pub fn new(need: MemoryNeed) -> Result<Self, WorkerError> {
+        Self::within(need, limits::memory_limit_bytes(), limits::memory_available_bytes())
+    }
+
+    fn within(need: MemoryNeed, limit: Option<u64>, available: Option<u64>) -> Result<Self, WorkerError> {
+        let block_bytes = need.block_bytes as u64;
+        let blocks_of = |tokens: usize| tokens.div_ceil(need.block_size) as u64;
+        let least = blocks_of(need.context);
+        let (num_blocks, source) = match need.kv_memory {
+            Some(ByteSize(bytes)) => (bytes / block_bytes, "--kv-memory"),
+            None => {
+                let per_sequence = blocks_of(need.context.min(DEFAULT_TOKENS_PER_SEQUENCE));
+                let wanted = per_sequence.saturating_mul(need.max_num_seqs as u64).max(least);
+                let bound = limit.map_or(u64::MAX, |limit| limit / DEFAULT_SHARE / block_bytes);
+                (wanted.min(bound), "a quarter of the memory here")
+            }
+        };
+        if num_blocks < least {
+            let fits = num_blocks.saturating_mul(need.block_size as u64);
+            return Err(WorkerError::Memory(format!(
+                "KV memory of {} ({source}) is too small for a context of {} tokens, which needs {}: \
+                 the largest context that fits is {fits} tokens; pass --context {fits} or a larger --kv-memory",
+                ByteSize(num_blocks * block_bytes),
+                need.context,
+                ByteSize(least * block_bytes),
+            )));
+        }
+        let bytes = num_blocks * block_bytes;
+        let available = available.map(|bytes| bytes.saturating_sub(need.other_bytes as u64));
+        if let Some(free) = available.filter(|&free| bytes > free) {
+            let fits = free / block_bytes * need.block_size as u64;
+            return Err(WorkerError::Memory(format!(
+                "KV memory of {} does not fit into the {} that are available beside the model: the largest context that fits is \
+                 {fits} tokens; pass a smaller --kv-memory",
+                ByteSize(bytes),
+                ByteSize(free),
+            )));
+        }
+        let num_blocks = usize::try_from(num_blocks.min(u64::from(u32::MAX))).unwrap_or(usize::MAX);
+        Ok(Self { num_blocks, bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The default model: 360 KiB a block.
+    const NEED: MemoryNeed = MemoryNeed {
+        block_bytes: 360 << 10,
+        block_size: 16,
+        other_bytes: 100 << 20,
+        context: 8192,
+        max_num_seqs: 8,
+        kv_memory: None,
+    };
+
+    fn plan(kv_memory: Option<&str>, seqs: usize, limit_gib: u64) -> Result<MemoryPlan, String> {
+        let kv_memory = kv_memory.map(|text| text.parse().unwrap());
+        let need = MemoryNeed { max_num_seqs: seqs, kv_memory, ..NEED };
+        MemoryPlan::within(need, Some(limit_gib << 30), Some(limit_gib << 29))
+            .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_default_holds_a_moderate_context_for_each_sequence() {
+        assert_eq!(plan(None, 8, 64).unwrap().num_blocks, 8 * 2048 / 16);
+        // One sequence still gets a whole context.
+        assert_eq!(plan(None, 1, 64).unwrap().num_blocks, 8192 / 16);
+    }
+
+    #[test]
+    fn the_default_takes_at_most_a_quarter() {
+        let plan = plan(None, 4096, 4).unwrap();
+        assert!(plan.bytes <= 1 << 30 && plan.bytes > (1 << 30) - 2 * 360 * 1024, "{plan:?}");
+    }
+
+    #[test]
+    fn too_little_memory_says_the_largest_context_that_fits() {
+        // 64 MiB hold 182 blocks of 360 KiB.
+        let error = plan(Some("64M"), 8, 64).unwrap_err();
+        assert!(error.contains("8192") && error.contains("2912") && error.contains("--kv-memory"), "{error}");
+        assert!(!error.contains('\n'), "{error}");
+        let need = MemoryNeed { context: 2912, kv_memory: Some(ByteSize(64 << 20)), ..NEED };
+        assert_eq!(MemoryPlan::within(need, None, None).unwrap().num_blocks, 182);
+        // The default on a small machine: 512 MiB / 4 is less than one context of 180 MiB.
+        let error = MemoryPlan::within(NEED, Some(512 << 20), None).unwrap_err().to_string();
+        assert!(error.contains("5824") && error.contains("--context"), "{error}");
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_refused_before_it_is_touched() {
+        let error = plan(Some("40G"), 8, 64).unwrap_err();
+        assert!(error.contains("31.8 GiB") && error.contains("--kv-memory"), "{error}");
+    }
+}

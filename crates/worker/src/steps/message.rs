@@ -1,0 +1,136 @@
+//! What goes in and out of the step loop.
+
+use std::ops::Range;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
+
+use baton_handoff::Cause;
+use baton_kv::{ReadLease, WriteLease};
+use baton_scheduler::{Finish, FirstToken, NewSequence, Refusal, SequenceId, StageCounts, Time};
+use tokio::sync::mpsc;
+
+/// Hears, on a prefill worker, which KV of a sequence is complete in block memory.
+pub trait LayerSink: Send + Sync {
+    /// In `layer` the tokens `chunk` are complete; layers come in order, and every token before the chunk is complete in
+    /// all layers. Called on the step thread between two layers: must not block.
+    fn layer_done(&self, chunk: Range<usize>, layer: usize);
+
+    /// The first `num_tokens` tokens are complete in all layers. Called on the step thread after a step: must not block.
+    fn tokens_done(&self, num_tokens: usize);
+}
+
+/// What happened to one sequence.
+#[derive(Debug)]
+pub enum SequenceEvent {
+    /// It was not accepted; the last event.
+    Refused(Refusal),
+    /// Prefill: offer it to its destination now.
+    NearHead,
+    /// Prefill: computing begins; the lease reads the prompt's blocks as layers complete.
+    Opened {
+        /// Over the whole prompt's blocks.
+        lease: ReadLease,
+        /// Leading tokens that need not be computed: complete in every layer already.
+        cached_tokens: usize,
+    },
+    /// This many tokens are computed in all layers.
+    Computed {
+        /// From the sequence's first token.
+        num_tokens: usize,
+    },
+    /// A token was sampled; with `finish` this is the last event.
+    Token {
+        /// Token id.
+        token: u32,
+        /// Natural logarithm of its probability.
+        logprob: f32,
+        /// 0 for the request's first generated token.
+        index: u32,
+        /// Set on the last one.
+        finish: Option<Finish>,
+    },
+    /// Remote: the prompt's blocks are reserved and may be written.
+    Reserved {
+        /// Over the prompt's blocks from that of token `skip_tokens` on.
+        lease: WriteLease,
+        /// Leading tokens whose KV is here already; a multiple of the block size.
+        skip_tokens: usize,
+    },
+    /// It runs: committed, or its prompt was computed here.
+    Started {
+        /// When the first step with it began; `None` when there was none yet.
+        first_step: Option<Time>,
+    },
+    /// Answers [`crate::Sequence::notice`]: the first step boundary at or after it.
+    Boundary,
+    /// It gave up its blocks to older sequences and will be computed again.
+    Preempted,
+}
+
+/// An event and when it happened, on the worker's clock.
+#[derive(Debug)]
+pub struct Stamped {
+    /// Time of the step boundary.
+    pub at: Time,
+    /// What happened.
+    pub event: SequenceEvent,
+}
+
+/// How busy the loop is; published when it changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Load {
+    /// Sequences by stage.
+    pub counts: StageCounts,
+    /// Prompt tokens accepted and not yet computed.
+    pub queued_tokens: u64,
+    /// Nothing can be computed now.
+    pub idle: bool,
+}
+
+impl Default for Load {
+    /// Of a loop that has not begun.
+    fn default() -> Self {
+        Self { counts: StageCounts::default(), queued_tokens: 0, idle: true }
+    }
+}
+
+pub(super) enum Command {
+    Submit(Box<Submit>),
+    Grant(SequenceId, usize),
+    Reserve(SequenceId),
+    Commit(SequenceId, FirstToken),
+    Notice(SequenceId),
+}
+
+pub(super) struct Submit {
+    pub(super) sequence: NewSequence,
+    pub(super) live: Live,
+}
+
+/// The loop's end of a sequence.
+pub(super) struct Live {
+    pub(super) slot: Arc<Slot>,
+    pub(super) events: mpsc::Sender<Stamped>,
+    pub(super) sink: Option<Arc<dyn LayerSink>>,
+    /// When the first step with it began.
+    pub(super) first_step: Option<Time>,
+}
+
+/// What both ends of a sequence share.
+#[derive(Default)]
+pub(super) struct Slot {
+    /// The holder dropped it.
+    pub(super) cancelled: AtomicBool,
+    /// Why the loop ended it early.
+    pub(super) end: OnceLock<Cause>,
+}
+
+/// The cause with which a leg ends because its sequence was not accepted.
+pub const fn refusal_cause(refusal: &Refusal) -> Cause {
+    match refusal {
+        Refusal::TooLarge { .. } => Cause::TooLarge,
+        Refusal::QueueFull { .. } => Cause::Busy,
+        Refusal::Duplicate => Cause::Duplicate,
+        Refusal::Empty => Cause::Protocol,
+    }
+}

@@ -1,0 +1,361 @@
+//! A Decode call whose KV arrives from a prefill worker: drives the destination's machine until the sequence runs, and the
+//! sequence until it ends.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_handoff::{
+    Cause, Destination, DestinationAction, DestinationConfig, DestinationEnd, DestinationFact,
+    DestinationMessage, SampledToken, SourceMessage, Time, Timers,
+};
+use baton_kv::WriteLease;
+use baton_proto::v1;
+use baton_scheduler::{FirstToken, Origin};
+use baton_transfer::{Grant, Receiver, ReceiverEvent, Receivers, TokenSpan, TransferError, wire};
+use baton_worker::{Core, LegRequest, Sequence, SequenceEvent, Stamped, refusal_cause};
+use tokio::sync::mpsc;
+use tonic::Status;
+
+use crate::directory::ControlStream;
+use crate::kv_cost::Marks;
+use crate::output::Output;
+
+/// A checked call.
+pub(crate) struct Order {
+    pub(crate) core: Arc<Core>,
+    pub(crate) receivers: Receivers,
+    pub(crate) timers: Timers,
+    pub(crate) request: LegRequest,
+    pub(crate) control: mpsc::Receiver<Box<ControlStream>>,
+    pub(crate) output: Output,
+}
+
+/// The driver. Everything it holds is given back when it is dropped: the sequence ends, the receiver's lease is fenced, the
+/// control stream closes.
+pub(crate) struct Leg {
+    core: Arc<Core>,
+    receivers: Receivers,
+    output: Output,
+    machine: Destination,
+    sequence: Option<Sequence>,
+    attaching: mpsc::Receiver<Box<ControlStream>>,
+    control: Option<Box<ControlStream>>,
+    receiver: Option<Receiver>,
+    prompt_tokens: usize,
+    skip_tokens: usize,
+    marks: Marks,
+    /// The router dropped its stream.
+    is_gone: bool,
+    /// What went wrong, for people.
+    detail: String,
+    end: Option<DestinationEnd>,
+    /// The leg is over; answers later questions about its key.
+    over: Option<Cause>,
+}
+
+/// What the driver hears next.
+enum Heard {
+    Attached(Box<ControlStream>),
+    Control(Result<Option<v1::SourceMessage>, Status>),
+    Sequence(Option<Stamped>),
+    Receiver(Option<ReceiverEvent>),
+    RouterGone,
+    Time,
+}
+
+impl Leg {
+    /// Runs a call to its end; returns what later questions about its key are answered with.
+    pub(crate) async fn run(order: Order) -> Cause {
+        let Order { core, receivers, timers, request, control, output } = order;
+        let machine = Destination::new(DestinationConfig {
+            key: request.key,
+            instance: core.instance,
+            prompt_tokens: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX),
+            credit_window: receivers.credit_window(),
+            timers,
+        });
+        let leg = Self {
+            core,
+            receivers,
+            output,
+            machine,
+            sequence: None,
+            attaching: control,
+            control: None,
+            receiver: None,
+            prompt_tokens: request.prompt.len(),
+            skip_tokens: 0,
+            marks: Marks::default(),
+            is_gone: false,
+            detail: String::new(),
+            end: None,
+            over: None,
+        };
+        leg.drive(request).await
+    }
+
+    async fn drive(mut self, request: LegRequest) -> Cause {
+        if let Err(cause) = self.submit(request).await {
+            self.fact(DestinationFact::Cancelled(cause));
+        }
+        loop {
+            self.act().await;
+            if let Some(cause) = self.over {
+                return cause;
+            }
+            let heard = self.hear().await;
+            self.take_in(heard).await;
+        }
+    }
+
+    async fn submit(&mut self, request: LegRequest) -> Result<(), Cause> {
+        let loaded = self.core.loaded().map_err(|_| Cause::Engine)?;
+        self.sequence = Some(loaded.steps.submit(request.submission(Origin::Remote, None)).await?);
+        Ok(())
+    }
+
+    async fn hear(&mut self) -> Heard {
+        let wait = self.machine.deadline().map(|at| at.saturating_sub(self.core.clock.now()));
+        tokio::select! {
+            () = self.output.closed(), if !self.is_gone => Heard::RouterGone,
+            Some(stream) = self.attaching.recv() => Heard::Attached(stream),
+            message = next_of_control(&mut self.control) => Heard::Control(message),
+            event = next_of_sequence(&mut self.sequence) => Heard::Sequence(event),
+            event = next_of_receiver(&mut self.receiver) => Heard::Receiver(event),
+            () = sleep(wait) => Heard::Time,
+        }
+    }
+
+    async fn take_in(&mut self, heard: Heard) {
+        match heard {
+            Heard::Attached(stream) => {
+                let offer = stream.offer;
+                self.control = Some(stream);
+                self.fact(DestinationFact::Offered {
+                    source: offer.source,
+                    destination: offer.destination,
+                    prompt_tokens: offer.prompt_tokens,
+                });
+            }
+            Heard::Control(Ok(Some(message))) => self.control_message(message).await,
+            Heard::Control(Ok(None) | Err(_)) => {
+                self.control = None;
+                self.fact(DestinationFact::ControlLost);
+            }
+            Heard::Sequence(Some(Stamped { at, event })) => self.sequence_event(at, event).await,
+            Heard::Sequence(None) => {
+                let cause = self.sequence.take().map_or(Cause::Engine, |sequence| sequence.ended_by());
+                self.give_up(cause).await;
+            }
+            Heard::Receiver(event) => self.receiver_event(event),
+            Heard::RouterGone => {
+                self.is_gone = true;
+                self.give_up(Cause::Cancelled).await;
+            }
+            Heard::Time => self.fact(DestinationFact::Tick),
+        }
+    }
+
+    fn fact(&mut self, fact: DestinationFact) {
+        self.machine.handle(self.core.clock.now(), fact);
+    }
+
+    /// Ends the leg early: the machine does while the handoff is under way, after it nothing but the sequence is left.
+    async fn give_up(&mut self, cause: Cause) {
+        if self.end == Some(DestinationEnd::Committed) {
+            self.sequence = None;
+            if !self.is_gone {
+                self.output.failed(cause, &self.detail).await;
+            }
+            self.over = Some(cause);
+        } else {
+            self.fact(DestinationFact::Cancelled(cause));
+        }
+    }
+
+    async fn control_message(&mut self, message: v1::SourceMessage) {
+        let message = match wire::decode_source(message) {
+            Ok(message) => message,
+            Err(error) => return self.broken(&error),
+        };
+        if matches!(message, SourceMessage::Notice | SourceMessage::Commit(_)) && self.marks.noticed.is_none()
+        {
+            self.marks.noticed = Some(self.core.clock.now());
+            if let Some(sequence) = &self.sequence {
+                sequence.notice().await;
+            }
+        }
+        self.fact(DestinationFact::Received(message));
+    }
+
+    fn broken(&mut self, error: &TransferError) {
+        self.detail = error.to_string();
+        self.fact(DestinationFact::Cancelled(error.cause()));
+    }
+
+    async fn sequence_event(&mut self, at: Time, event: SequenceEvent) {
+        match event {
+            SequenceEvent::Reserved { lease, skip_tokens } => self.reserved(lease, skip_tokens),
+            SequenceEvent::Boundary => self.marks.boundary = Some(at),
+            SequenceEvent::Started { .. } => self.started(at).await,
+            SequenceEvent::Token { token, logprob, index, finish } => {
+                self.output.token(SampledToken { id: token, logprob, index }, finish).await;
+                if finish.is_some() {
+                    self.over = Some(Cause::Duplicate);
+                }
+            }
+            SequenceEvent::Refused(refusal) => {
+                self.detail = refusal.to_string();
+                self.fact(DestinationFact::Cancelled(refusal_cause(&refusal)));
+            }
+            SequenceEvent::Preempted => tracing::info!("preempted; the sequence will be computed again"),
+            // Not told to remote sequences, or of no matter to them.
+            SequenceEvent::NearHead | SequenceEvent::Opened { .. } | SequenceEvent::Computed { .. } => {}
+        }
+    }
+
+    /// The receiver must know the handoff before the grant is out.
+    fn reserved(&mut self, lease: WriteLease, skip_tokens: usize) {
+        let Ok(loaded) = self.core.loaded() else { return };
+        self.skip_tokens = skip_tokens;
+        let span = TokenSpan { prompt_tokens: self.prompt_tokens, skip_tokens };
+        match self.receivers.grant(Grant { key: self.machine.key(), span, lease }) {
+            Ok(receiver) => {
+                self.receiver = Some(receiver);
+                self.fact(DestinationFact::Reserved {
+                    skip_tokens: u32::try_from(skip_tokens).unwrap_or(u32::MAX),
+                    bytes: span.bytes(loaded.layout()),
+                });
+            }
+            Err(TransferError::Full { .. }) => self.fact(DestinationFact::NoRoom),
+            Err(error) => self.broken(&error),
+        }
+    }
+
+    async fn started(&mut self, at: Time) {
+        let cost = self.marks.cost(at);
+        self.core.metrics.kv_transfer.observe(cost.total.as_secs_f64());
+        self.core.metrics.kv_exposed.observe(cost.exposed.as_secs_f64());
+        let started = v1::Started {
+            kv: Some(self.marks.to_wire(&cost)),
+            cached_tokens: u32::try_from(self.skip_tokens).unwrap_or(u32::MAX),
+            queue_us: 0,
+        };
+        self.output.started(started).await;
+    }
+
+    fn receiver_event(&mut self, event: Option<ReceiverEvent>) {
+        self.mark_received();
+        match event {
+            Some(ReceiverEvent::Verified { bytes }) => self.fact(DestinationFact::Verified { bytes }),
+            Some(ReceiverEvent::Corrupt { frame }) => {
+                self.core.metrics.kv_frames_corrupt.inc();
+                tracing::warn!(frame, "a KV frame failed its checksum");
+                self.fact(DestinationFact::Corrupt { frame });
+            }
+            Some(ReceiverEvent::Lost { detail }) => {
+                self.detail = detail;
+                self.fact(DestinationFact::BulkLost);
+            }
+            Some(ReceiverEvent::Failed { cause, detail }) => {
+                self.detail = detail;
+                self.fact(DestinationFact::Cancelled(cause));
+            }
+            Some(ReceiverEvent::WriterEnded) => {
+                self.receiver = None;
+                self.fact(DestinationFact::WriterEnded);
+            }
+            None => self.receiver = None,
+        }
+    }
+
+    fn mark_received(&mut self) {
+        let Some(report) = self.receiver.as_ref().map(Receiver::report) else { return };
+        self.core.metrics.kv_received_bytes.inc_by(report.bytes.saturating_sub(self.marks.bytes));
+        let clock = self.core.clock;
+        self.marks.first_frame = report.first_frame_at.map(|at| clock.at(at));
+        self.marks.verified = report.last_verified_at.map(|at| clock.at(at));
+        self.marks.wire = report.wire;
+        self.marks.bytes = report.bytes;
+        self.marks.frames = report.frames;
+    }
+
+    /// Does what the machine wants, until it wants nothing.
+    async fn act(&mut self) {
+        while let Some(action) = self.machine.poll() {
+            match action {
+                DestinationAction::Reserve => {
+                    if let Some(sequence) = &self.sequence {
+                        sequence.reserve().await;
+                    }
+                }
+                DestinationAction::Send(message) => self.answer(&message).await,
+                DestinationAction::Fence => match &self.receiver {
+                    Some(receiver) => receiver.fence(),
+                    None => self.fact(DestinationFact::WriterEnded),
+                },
+                DestinationAction::Run(commit) => {
+                    if let Some(sequence) = &self.sequence {
+                        sequence.commit(FirstToken { token: commit.first_token.id, finished: false }).await;
+                    }
+                }
+                DestinationAction::Free => {
+                    self.receiver = None;
+                    self.sequence = None;
+                }
+                DestinationAction::End(end) => self.ended(end).await,
+            }
+        }
+    }
+
+    async fn answer(&mut self, message: &DestinationMessage) {
+        if let Some(control) = &self.control {
+            // A stream that is gone is noticed when its next message is waited for.
+            let _ = control.outgoing.send(Ok(wire::encode_destination(message))).await;
+        }
+    }
+
+    async fn ended(&mut self, end: DestinationEnd) {
+        self.end = Some(end);
+        match end {
+            DestinationEnd::Committed => self.core.metrics.handoff_ended("committed"),
+            DestinationEnd::Failed(cause) => {
+                self.core.metrics.handoff_ended(cause.name());
+                if !self.is_gone {
+                    self.output.failed(cause, &self.detail).await;
+                }
+                self.over = Some(cause);
+            }
+        }
+    }
+}
+
+async fn next_of_control(
+    control: &mut Option<Box<ControlStream>>,
+) -> Result<Option<v1::SourceMessage>, Status> {
+    match control {
+        Some(control) => control.incoming.message().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn next_of_sequence(sequence: &mut Option<Sequence>) -> Option<Stamped> {
+    match sequence {
+        Some(sequence) => sequence.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn next_of_receiver(receiver: &mut Option<Receiver>) -> Option<ReceiverEvent> {
+    match receiver {
+        Some(receiver) => receiver.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn sleep(wait: Option<Duration>) {
+    match wait {
+        Some(wait) => tokio::time::sleep(wait).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,76 @@
+//! The `Decode` service.
+
+use std::sync::Arc;
+
+use baton_handoff::{Cause, HandoffKey};
+use baton_proto::v1;
+use baton_telemetry::log::request_span;
+use baton_worker::{Core, LegRequest, WireLeg};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+use tracing::Instrument;
+
+use crate::directory::Directory;
+use crate::leg::{Leg, Order};
+use crate::local;
+use crate::output::Output;
+
+pub(crate) struct DecodeService {
+    core: Arc<Core>,
+    directory: Arc<Directory>,
+}
+
+impl DecodeService {
+    pub(crate) fn new(core: Arc<Core>, directory: Arc<Directory>) -> Self {
+        Self { core, directory }
+    }
+}
+
+#[tonic::async_trait]
+impl v1::decode_server::Decode for DecodeService {
+    type DecodeStream = ReceiverStream<Result<v1::DecodeEvent, Status>>;
+
+    async fn decode(
+        &self,
+        request: Request<v1::DecodeRequest>,
+    ) -> Result<Response<Self::DecodeStream>, Status> {
+        let (loaded, guard) = self.core.accept()?;
+        let v1::DecodeRequest { key, prompt, sampling, stopping, local, num_generated } =
+            request.into_inner();
+        let wire = WireLeg { key, prompt, sampling, stopping, num_generated };
+        let request = LegRequest::check(wire, &loaded.limits)?;
+        let key = request.key;
+        let accepted = self.core.clock.now();
+        let control = self.directory.open(key, accepted).map_err(|cause| refused(key, cause))?;
+        let (output, events) = Output::new();
+        let (core, directory) = (Arc::clone(&self.core), Arc::clone(&self.directory));
+        let span = request_span(&key.request.to_string(), "");
+        let task = async move {
+            let cause = match core.loaded() {
+                Ok(loaded) if local => local::run(loaded, request, &output, accepted).await,
+                Ok(loaded) => {
+                    let receivers = directory.receivers(&core, loaded);
+                    let timers = directory.timers;
+                    Leg::run(Order { core: Arc::clone(&core), receivers, timers, request, control, output })
+                        .await
+                }
+                // It was ready a moment ago.
+                Err(status) => {
+                    output.failed(Cause::Engine, status.message()).await;
+                    Cause::Engine
+                }
+            };
+            directory.finish(key, cause, core.clock.now());
+            drop(guard);
+        };
+        tokio::spawn(task.instrument(span));
+        Ok(Response::new(ReceiverStream::new(events)))
+    }
+}
+
+fn refused(key: HandoffKey, cause: Cause) -> Status {
+    match cause {
+        Cause::Duplicate => Status::already_exists(format!("key {key} is live here, or was lately")),
+        other => Status::aborted(format!("key {key}: {other}")),
+    }
+}

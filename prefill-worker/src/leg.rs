@@ -1,0 +1,404 @@
+//! One Prefill call: drives the source's machine until the handoff is over.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_handoff::{
+    Cause, DestinationMessage, FinishReason, SampledToken, Source, SourceAction, SourceConfig, SourceEnd,
+    SourceFact, SourceMessage, Time,
+};
+use baton_kv::ReadLease;
+use baton_proto::v1;
+use baton_proto::v1::prefill_event::Event as Wire;
+use baton_scheduler::{Finish, Origin};
+use baton_transfer::{Peers, Progress, Sender, SenderConfig, SenderEvent, SentTotals, TokenSpan, wire};
+use baton_worker::{Core, LayerSink, LegRequest, Sequence, SequenceEvent, Stamped, refusal_cause};
+use tokio::sync::mpsc;
+use tonic::Status;
+
+use crate::link::{Link, LinkEvent, Target};
+use crate::service::Shared;
+use crate::times::Times;
+
+/// A checked call.
+pub(crate) struct Order {
+    pub(crate) core: Arc<Core>,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) peers: Arc<Peers>,
+    pub(crate) request: LegRequest,
+    pub(crate) target: Option<Target>,
+    pub(crate) events: mpsc::Sender<Result<v1::PrefillEvent, Status>>,
+}
+
+/// Tells the sender what the step loop computed.
+struct ProgressSink(Progress);
+
+impl LayerSink for ProgressSink {
+    fn layer_done(&self, chunk: Range<usize>, layer: usize) {
+        self.0.layer_done(chunk, layer);
+    }
+
+    fn tokens_done(&self, num_tokens: usize) {
+        self.0.tokens_done(num_tokens);
+    }
+}
+
+/// The driver. Everything it holds is given back when it is dropped: the sequence ends, the sender stops, the
+/// control stream closes.
+pub(crate) struct Leg {
+    core: Arc<Core>,
+    peers: Arc<Peers>,
+    events: mpsc::Sender<Result<v1::PrefillEvent, Status>>,
+    target: Option<Target>,
+    machine: Source,
+    sequence: Option<Sequence>,
+    progress: Progress,
+    link: Link,
+    sender: Option<Sender>,
+    /// It will tell nothing more; its totals still count.
+    sender_ended: bool,
+    prompt_tokens: usize,
+    /// From the grant.
+    skip_tokens: usize,
+    first_credit: u64,
+    times: Times,
+    totals: SentTotals,
+    num_sent: u64,
+    /// The router dropped its stream.
+    is_gone: bool,
+    /// What went wrong, for people.
+    detail: String,
+    end: Option<SourceEnd>,
+}
+
+/// What the driver hears next.
+enum Heard {
+    Sequence(Option<Stamped>),
+    Link(LinkEvent),
+    Sender(Option<SenderEvent>),
+    RouterGone,
+    Time,
+}
+
+impl Leg {
+    /// Runs a call to its end.
+    pub(crate) async fn run(order: Order) {
+        let Order { core, shared, peers, request, target, events } = order;
+        let key = request.key;
+        let machine = Source::new(SourceConfig {
+            key,
+            source: core.instance,
+            // Without a destination the machine never offers.
+            destination: target.as_ref().map_or(core.instance, |target| target.instance),
+            prompt_tokens: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX),
+            timers: shared.timers,
+        });
+        let leg = Self {
+            times: Times::accepted(core.clock.now()),
+            core: Arc::clone(&core),
+            peers,
+            events,
+            target,
+            machine,
+            sequence: None,
+            progress: Progress::new(),
+            link: Link::Closed,
+            sender: None,
+            sender_ended: false,
+            prompt_tokens: request.prompt.len(),
+            skip_tokens: 0,
+            first_credit: 0,
+            totals: SentTotals::default(),
+            num_sent: 0,
+            is_gone: false,
+            detail: String::new(),
+            end: None,
+        };
+        let cause = leg.drive(request).await;
+        shared.finish(key, cause, core.clock.now());
+    }
+
+    /// Returns what later questions about the key are answered with.
+    async fn drive(mut self, request: LegRequest) -> Cause {
+        if let Err(cause) = self.submit(request).await {
+            self.fact(SourceFact::Cancelled(cause));
+        }
+        loop {
+            self.act().await;
+            if let Some(end) = self.end {
+                return self.finish(end).await;
+            }
+            let heard = self.hear().await;
+            self.take_in(heard).await;
+        }
+    }
+
+    async fn submit(&mut self, request: LegRequest) -> Result<(), Cause> {
+        let loaded = self.core.loaded().map_err(|_| Cause::Engine)?;
+        let sink = Arc::new(ProgressSink(self.progress.clone()));
+        let submission = request.submission(Origin::Prefill, Some(sink));
+        self.sequence = Some(loaded.steps.submit(submission).await?);
+        Ok(())
+    }
+
+    async fn hear(&mut self) -> Heard {
+        let wait = self.machine.deadline().map(|at| at.saturating_sub(self.core.clock.now()));
+        tokio::select! {
+            () = self.events.closed(), if !self.is_gone => Heard::RouterGone,
+            event = next_of_sequence(&mut self.sequence) => Heard::Sequence(event),
+            event = self.link.next() => Heard::Link(event),
+            event = next_of_sender(&mut self.sender), if !self.sender_ended => Heard::Sender(event),
+            () = sleep(wait) => Heard::Time,
+        }
+    }
+
+    async fn take_in(&mut self, heard: Heard) {
+        match heard {
+            Heard::RouterGone => {
+                self.is_gone = true;
+                self.fact(SourceFact::Cancelled(Cause::Cancelled));
+            }
+            Heard::Sequence(Some(Stamped { at, event })) => self.sequence_event(at, event).await,
+            Heard::Sequence(None) => {
+                let cause = self.sequence.take().map_or(Cause::Engine, |sequence| sequence.ended_by());
+                self.fact(SourceFact::Cancelled(cause));
+            }
+            Heard::Link(LinkEvent::Received(message)) => {
+                if let DestinationMessage::Grant { credit, .. } = message {
+                    self.first_credit = credit;
+                }
+                self.fact(SourceFact::Received(message));
+            }
+            Heard::Link(LinkEvent::Lost(error)) => self.link_lost(&error),
+            Heard::Sender(event) => self.sender_event(event),
+            Heard::Time => self.fact(SourceFact::Tick),
+        }
+    }
+
+    fn fact(&mut self, fact: SourceFact) {
+        self.machine.handle(self.core.clock.now(), fact);
+    }
+
+    fn link_lost(&mut self, error: &baton_transfer::TransferError) {
+        if self.detail.is_empty() {
+            self.detail = error.to_string();
+        }
+        match error.cause() {
+            Cause::PeerLost => self.fact(SourceFact::ControlLost),
+            // The decode worker can't be used: the same as if it had said so.
+            cause => self.fact(SourceFact::Received(DestinationMessage::Gone(cause))),
+        }
+    }
+
+    async fn sequence_event(&mut self, at: Time, event: SequenceEvent) {
+        match event {
+            SequenceEvent::NearHead => self.fact(SourceFact::NearHead),
+            SequenceEvent::Opened { lease, cached_tokens } => {
+                self.times.opened(at, cached_tokens);
+                if cached_tokens > 0 {
+                    self.progress.tokens_done(cached_tokens);
+                }
+                if self.target.is_some() {
+                    self.start_sender(lease);
+                }
+            }
+            SequenceEvent::Computed { .. } => self.times.chunk(),
+            SequenceEvent::Token { token, logprob, index, finish } => {
+                let first = SampledToken { id: token, logprob, index };
+                self.sampled(at, first, finish.map(reason)).await;
+            }
+            SequenceEvent::Refused(refusal) => {
+                self.detail = refusal.to_string();
+                self.fact(SourceFact::Cancelled(refusal_cause(&refusal)));
+            }
+            // Not told to prefill sequences.
+            SequenceEvent::Reserved { .. }
+            | SequenceEvent::Started { .. }
+            | SequenceEvent::Boundary
+            | SequenceEvent::Preempted => {}
+        }
+    }
+
+    fn start_sender(&mut self, lease: ReadLease) {
+        let Some(peer) = self.link.peer() else { return };
+        let Ok(loaded) = self.core.loaded() else { return };
+        let config = SenderConfig {
+            key: self.machine.key(),
+            span: TokenSpan { prompt_tokens: self.prompt_tokens, skip_tokens: self.skip_tokens },
+            lease,
+            memory: Arc::clone(&loaded.memory),
+            progress: self.progress.clone(),
+            channel: peer.bulk(),
+            first_credit: self.first_credit,
+        };
+        match baton_transfer::sender(config) {
+            Ok((sender, task)) => {
+                self.core.bulk.spawn(task);
+                self.sender = Some(sender);
+            }
+            Err(error) => {
+                self.detail = error.to_string();
+                self.fact(SourceFact::Cancelled(error.cause()));
+            }
+        }
+    }
+
+    /// The first token goes to the router at once; the handoff goes on.
+    async fn sampled(&mut self, at: Time, first: SampledToken, finish: Option<FinishReason>) {
+        let token = v1::FirstToken {
+            token: Some(wire::encode_token(first)),
+            finish: wire::encode_finish(finish).into(),
+            times: Some(self.times.sampled(at)),
+        };
+        self.tell(Wire::FirstToken(token)).await;
+        if finish.is_some() {
+            // Its blocks are back already.
+            self.sequence = None;
+        }
+        if self.target.is_none() {
+            self.end = Some(SourceEnd::NotNeeded);
+            return;
+        }
+        match self.sender.as_ref().and_then(Sender::totals) {
+            Some(totals) => {
+                self.totals = totals;
+                let SentTotals { bytes, frames, .. } = totals;
+                self.fact(SourceFact::Sampled { first, finish, bytes, frames });
+            }
+            // A fenced sender: the machine is aborting and waits for nothing of this.
+            None => self.fact(SourceFact::Cancelled(Cause::Engine)),
+        }
+    }
+
+    fn sender_event(&mut self, event: Option<SenderEvent>) {
+        match event {
+            Some(SenderEvent::Encoded { bytes }) => self.fact(SourceFact::Encoded { bytes }),
+            Some(SenderEvent::Sent { bytes }) => {
+                self.core.metrics.kv_sent_bytes.inc_by(bytes.saturating_sub(self.num_sent));
+                self.num_sent = self.num_sent.max(bytes);
+                self.fact(SourceFact::Sent { bytes });
+            }
+            Some(SenderEvent::Resent) => {
+                self.core.metrics.kv_frames_resent.inc();
+                self.totals.resent_frames += 1;
+                self.fact(SourceFact::Resent);
+            }
+            Some(SenderEvent::Lost { detail }) => {
+                self.detail = detail;
+                self.fact(SourceFact::BulkLost);
+            }
+            Some(SenderEvent::Refused { cause, detail }) => {
+                self.detail = detail;
+                self.fact(SourceFact::Cancelled(cause));
+            }
+            // `Committed` on the control stream is what counts.
+            Some(SenderEvent::Delivered) => {}
+            None => self.sender_ended = true,
+        }
+    }
+
+    /// Does what the machine wants, until it wants nothing.
+    async fn act(&mut self) {
+        while let Some(action) = self.machine.poll() {
+            match action {
+                SourceAction::Send(offer @ SourceMessage::Offer { .. }) => {
+                    if let Some(target) = self.target.clone() {
+                        self.link = Link::open(Arc::clone(&self.peers), target, offer);
+                    }
+                }
+                SourceAction::Send(message) => {
+                    if !self.link.send(&message).await {
+                        self.fact(SourceFact::ControlLost);
+                    }
+                }
+                SourceAction::Compute { skip_tokens } => {
+                    self.skip_tokens = skip_tokens as usize;
+                    if let Some(sequence) = &self.sequence {
+                        sequence.grant(self.skip_tokens).await;
+                    }
+                }
+                SourceAction::Transmit { up_to } => {
+                    if let Some(sender) = &self.sender {
+                        sender.transmit(up_to);
+                    }
+                }
+                SourceAction::Resend { frame } => self.resend(frame),
+                SourceAction::Reopen { from } => {
+                    if let Some(sender) = &mut self.sender {
+                        sender.reopen(from);
+                    }
+                }
+                SourceAction::Fence => self.sender = None,
+                SourceAction::Release => self.sequence = None,
+                SourceAction::End(end) => self.end = Some(end),
+            }
+        }
+    }
+
+    fn resend(&mut self, frame: u64) {
+        let Some(sender) = &self.sender else { return };
+        if let Err(error) = sender.resend(frame) {
+            self.detail = error.to_string();
+            self.fact(SourceFact::Cancelled(error.cause()));
+        }
+    }
+
+    async fn finish(mut self, end: SourceEnd) -> Cause {
+        let (outcome, cause) = match end {
+            SourceEnd::Committed => ("committed", Cause::Duplicate),
+            SourceEnd::NotNeeded => (Cause::NotNeeded.name(), Cause::NotNeeded),
+            SourceEnd::Failed(cause) => (cause.name(), cause),
+        };
+        if self.target.is_some() {
+            self.core.metrics.handoff_ended(outcome);
+        }
+        match end {
+            SourceEnd::Committed => {
+                let SentTotals { bytes, frames, resent_frames } = self.totals;
+                tracing::debug!(bytes, frames, resent_frames, "handed off");
+                self.tell(Wire::HandoffDone(v1::HandoffDone { bytes, frames, resent_frames })).await;
+            }
+            SourceEnd::NotNeeded => {}
+            SourceEnd::Failed(cause) => {
+                let detail = std::mem::take(&mut self.detail);
+                tracing::info!(cause = cause.name(), %detail, "the prefill leg failed");
+                self.tell(Wire::Failed(wire::encode_failed(cause, &detail))).await;
+            }
+        }
+        cause
+    }
+
+    async fn tell(&mut self, event: Wire) {
+        // A router that is gone is noticed by `closed`.
+        let _ = self.events.send(Ok(v1::PrefillEvent { event: Some(event) })).await;
+    }
+}
+
+const fn reason(finish: Finish) -> FinishReason {
+    match finish {
+        Finish::Stop => FinishReason::Stop,
+        Finish::Length => FinishReason::Length,
+    }
+}
+
+async fn next_of_sequence(sequence: &mut Option<Sequence>) -> Option<Stamped> {
+    match sequence {
+        Some(sequence) => sequence.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn next_of_sender(sender: &mut Option<Sender>) -> Option<SenderEvent> {
+    match sender {
+        Some(sender) => sender.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn sleep(wait: Option<Duration>) {
+    match wait {
+        Some(wait) => tokio::time::sleep(wait).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,108 @@
+//! What every request of this router shares.
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use baton_dispatch::{DoorLimits, Policy};
+use baton_telemetry::metrics::RouterMetrics;
+use tokio_util::sync::CancellationToken;
+
+use crate::RouterConfig;
+use crate::api_error::ApiError;
+use crate::ask::Limits;
+use crate::fleet::Fleet;
+use crate::gate::Gate;
+use crate::labels::Labels;
+use crate::request::Warnings;
+use crate::served::Served;
+
+/// State of a router process.
+pub(crate) struct App {
+    pub(crate) limits: Limits,
+    pub(crate) max_body_bytes: u64,
+    pub(crate) max_output_buffer: usize,
+    pub(crate) slow_reader_timeout: Duration,
+    pub(crate) keep_alive: Duration,
+    pub(crate) policy: Policy,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) gate: Arc<Gate>,
+    pub(crate) labels: Arc<Labels>,
+    pub(crate) metrics: RouterMetrics,
+    pub(crate) warnings: Warnings,
+    /// Set once: no new requests.
+    pub(crate) draining: CancellationToken,
+    /// Origin of the monotonic time that `baton_dispatch` hears.
+    pub(crate) origin: Instant,
+    served: OnceLock<Served>,
+    context: Option<u32>,
+}
+
+impl App {
+    pub(crate) fn new(config: &RouterConfig, fleet: Arc<Fleet>) -> Self {
+        let metrics = RouterMetrics::new();
+        let counted = Arc::clone(&fleet);
+        metrics.read_workers(move || counted.counts());
+        let limits = DoorLimits {
+            max_concurrent: config.max_concurrent as usize,
+            max_queue: config.max_queue as usize,
+        };
+        Self {
+            limits: Limits {
+                max_messages: config.max_messages as usize,
+                max_stop_strings: config.max_stop_strings as usize,
+                max_stop_bytes: config.max_stop_bytes as usize,
+            },
+            max_body_bytes: config.max_body_bytes,
+            max_output_buffer: config.max_output_buffer as usize,
+            slow_reader_timeout: config.slow_reader_timeout,
+            keep_alive: config.keep_alive,
+            policy: if config.colocated { Policy::Colocated } else { Policy::Disaggregated },
+            fleet,
+            gate: Gate::new(limits),
+            labels: Arc::default(),
+            metrics,
+            warnings: Warnings::default(),
+            draining: CancellationToken::new(),
+            origin: Instant::now(),
+            served: OnceLock::new(),
+            context: config.context,
+        }
+    }
+
+    /// The model is ready.
+    pub(crate) fn set_served(&self, served: Served) {
+        self.fleet.set_digest(served.digest);
+        let _ = self.served.set(served);
+    }
+
+    /// The model, once its tokenizer is ready.
+    ///
+    /// # Errors
+    /// [`ApiError::Unavailable`] before.
+    pub(crate) fn served(&self) -> Result<&Served, ApiError> {
+        self.served.get().ok_or_else(|| unavailable("the tokenizer is still loading"))
+    }
+
+    /// Tokens of prompt and output together that are offered: the least of the option, the model and the workers.
+    pub(crate) fn context(&self, served: &Served) -> u32 {
+        [self.context, self.fleet.context()].into_iter().flatten().fold(served.context, u32::min)
+    }
+
+    /// What keeps a chat from being served; empty when nothing does.
+    pub(crate) fn missing(&self) -> Vec<String> {
+        let mut missing = Vec::new();
+        if self.draining.is_cancelled() {
+            missing.push("this router is shutting down".to_owned());
+        }
+        if self.served.get().is_none() {
+            missing.push("the tokenizer (still loading)".to_owned());
+        }
+        missing.extend(self.fleet.missing());
+        missing
+    }
+}
+
+/// Nothing can be served now.
+pub(crate) fn unavailable(message: impl Into<String>) -> ApiError {
+    ApiError::Unavailable { message: message.into(), retry_after_ms: None }
+}

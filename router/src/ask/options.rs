@@ -1,0 +1,98 @@
+//! The fields that chat and plain completions share.
+
+use serde_json::Value;
+
+use super::fields::{Fields, wrong_type};
+use super::{Ask, Form, Input, Limits, MaxTokens, checks};
+use crate::api_error::ApiError;
+
+/// What a face says about the tokens asked for.
+pub(super) struct TokenFields {
+    /// The names that mean it; more than one may stand there if they agree.
+    pub(super) names: &'static [&'static str],
+    /// Without any of them.
+    pub(super) default: u32,
+}
+
+/// Takes everything but the input, and refuses what is left.
+pub(super) fn read(
+    mut fields: Fields,
+    input: Input,
+    limits: &Limits,
+    tokens: &TokenFields,
+) -> Result<(Ask, Form), ApiError> {
+    let model = fields.take_string("model")?;
+    let max_tokens = max_tokens(&mut fields, tokens)?;
+    let temperature = fields.take_number("temperature")?.map_or(Ok(1.0), checks::temperature)?;
+    let top_p = fields.take_number("top_p")?.map_or(Ok(1.0), checks::top_p)?;
+    let seed = seed(&mut fields)?;
+    let stop = checks::stop(stop(&mut fields)?, limits)?;
+    let ignore_eos = fields.take_bool("ignore_eos")?.unwrap_or(false);
+    num_choices(&mut fields)?;
+    let form = form(&mut fields)?;
+    fields.finish()?;
+    Ok((Ask { model, input, max_tokens, temperature, top_p, seed, stop, ignore_eos }, form))
+}
+
+fn max_tokens(fields: &mut Fields, tokens: &TokenFields) -> Result<MaxTokens, ApiError> {
+    let mut found: Option<(u32, &'static str)> = None;
+    for &field in tokens.names {
+        let Some(value) = fields.take_count(field, 1)? else { continue };
+        let num = checks::max_tokens(field, value)?;
+        match found {
+            Some((earlier, name)) if earlier != num => {
+                let message = format!("{name} is {earlier} and {field} is {num}: send one of them");
+                return Err(ApiError::invalid(field, message));
+            }
+            _ => found = Some((num, field)),
+        }
+    }
+    Ok(found.map_or(MaxTokens::AtMost(tokens.default), |(num, field)| MaxTokens::Exactly { num, field }))
+}
+
+/// Any 64-bit integer; a negative one counts as its two's complement.
+fn seed(fields: &mut Fields) -> Result<Option<u64>, ApiError> {
+    let Some(value) = fields.take("seed") else { return Ok(None) };
+    match (value.as_u64(), value.as_i64()) {
+        (Some(seed), _) => Ok(Some(seed)),
+        (None, Some(seed)) => Ok(Some(seed.cast_unsigned())),
+        (None, None) => Err(wrong_type("seed", "a 64-bit integer", &value)),
+    }
+}
+
+fn stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
+    match fields.take("stop") {
+        None => Ok(Vec::new()),
+        Some(Value::String(stop)) => Ok(vec![stop]),
+        Some(Value::Array(items)) => items
+            .into_iter()
+            .map(|item| match item {
+                Value::String(stop) => Ok(stop),
+                other => Err(wrong_type("stop", "a string or an array of strings", &other)),
+            })
+            .collect(),
+        Some(other) => Err(wrong_type("stop", "a string or an array of strings", &other)),
+    }
+}
+
+fn num_choices(fields: &mut Fields) -> Result<(), ApiError> {
+    match fields.take_count("n", 1)? {
+        None | Some(1) => Ok(()),
+        Some(n) => Err(ApiError::invalid("n", format!("n is {n}; not yet supported: at most 1"))),
+    }
+}
+
+fn form(fields: &mut Fields) -> Result<Form, ApiError> {
+    let stream = fields.take_bool("stream")?.unwrap_or(false);
+    let return_token_ids = fields.take_bool("return_token_ids")?.unwrap_or(false);
+    let mut include_usage = false;
+    if let Some(value) = fields.take("stream_options") {
+        if !stream {
+            return Err(ApiError::invalid("stream_options", "stream_options needs stream to be true"));
+        }
+        let mut options = Fields::nested("stream_options".to_owned(), value)?;
+        include_usage = options.take_bool("include_usage")?.unwrap_or(false);
+        options.finish_without(&["include_obfuscation", "continuous_usage_stats"])?;
+    }
+    Ok(Form { stream, include_usage, return_token_ids })
+}

@@ -1,0 +1,140 @@
+//! The gRPC face: `baton.v1.Inference`.
+
+use std::pin::Pin;
+use std::sync::Arc;
+
+use baton_proto::v1;
+use baton_proto::v1::inference_server::Inference;
+use baton_telemetry::trace::TRACEPARENT;
+use futures::{Stream, StreamExt};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::{Request, Response, Status};
+
+use crate::accept::{Accepted, Caller, accept, check_model, prompt};
+use crate::api_error::ApiError;
+use crate::app::App;
+use crate::ask::{Input, MaxTokens, read_generate, read_messages};
+use crate::request::{Output, Summary, finish_name};
+use crate::web::{LABEL_HEADER, MODE_HEADER, REQUEST_ID_HEADER};
+
+/// Serves clients.
+pub(crate) struct InferenceService {
+    app: Arc<App>,
+}
+
+impl InferenceService {
+    pub(crate) fn new(app: Arc<App>) -> Self {
+        Self { app }
+    }
+}
+
+impl From<ApiError> for Status {
+    fn from(error: ApiError) -> Self {
+        let message = match error.param() {
+            Some(param) if !error.to_string().contains(param) => format!("{param}: {error}"),
+            _ => error.to_string(),
+        };
+        let mut metadata = MetadataMap::new();
+        if let Some(seconds) = error.retry_after_seconds() {
+            metadata.insert("retry-after", MetadataValue::from(seconds));
+        }
+        Self::with_metadata(error.grpc_code(), message, metadata)
+    }
+}
+
+type Responses = Pin<Box<dyn Stream<Item = Result<v1::GenerateResponse, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Inference for InferenceService {
+    type GenerateStream = Responses;
+
+    async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Responses>, Status> {
+        let refused = |error: ApiError| {
+            self.app.metrics.request_ended("none", error.code());
+            Status::from(error)
+        };
+        let header = |name: &str| request.metadata().get(name).map(|value| value.as_encoded_bytes());
+        let caller = Caller::new(header(LABEL_HEADER), header(TRACEPARENT)).map_err(refused)?;
+        let ask = read_generate(request.into_inner(), &self.app.limits).map_err(refused)?;
+        let Accepted { mut outputs, .. } = accept(&self.app, ask, &caller).await.map_err(refused)?;
+        let head = crate::web::head(&mut outputs, self.app.keep_alive).await;
+        if let Some(Output::End(Err(error))) = head.first {
+            return Err(error.into());
+        }
+        let id = caller.id.to_string();
+        let first = v1::GenerateResponse { request_id: id.clone(), ..v1::GenerateResponse::default() };
+        let outputs = futures::stream::iter(head.first)
+            .chain(ReceiverStream::new(outputs))
+            .filter_map(|output| std::future::ready(message(output)));
+        let stream = futures::stream::iter([Ok(first)]).chain(outputs);
+        let mut response = Response::new(Box::pin(stream) as Responses);
+        let metadata = response.metadata_mut();
+        if let Ok(id) = id.parse() {
+            metadata.insert(REQUEST_ID_HEADER, id);
+        }
+        if let Some(mode) = head.mode {
+            metadata.insert(MODE_HEADER, MetadataValue::from_static(mode.name()));
+        }
+        if let Some(label) = caller.label.and_then(|label| label.parse().ok()) {
+            metadata.insert(LABEL_HEADER, label);
+        }
+        Ok(response)
+    }
+
+    async fn tokenize(
+        &self,
+        request: Request<v1::TokenizeRequest>,
+    ) -> Result<Response<v1::TokenizeResponse>, Status> {
+        use v1::tokenize_request::Input as Wire;
+        let request = request.into_inner();
+        check_model(self.app.served()?, Some(&request.model))?;
+        let input = match request.input {
+            None => return Err(ApiError::invalid("input", "one of text and chat is required").into()),
+            Some(Wire::Text(text)) if text.is_empty() => {
+                return Ok(Response::new(v1::TokenizeResponse::default()));
+            }
+            Some(Wire::Text(text)) => Input::Text(text),
+            Some(Wire::Chat(chat)) => Input::Chat(read_messages(chat, &self.app.limits)?),
+        };
+        let token_ids = prompt(&self.app, input, MaxTokens::AtMost(0)).await?;
+        Ok(Response::new(v1::TokenizeResponse { token_ids }))
+    }
+
+    async fn list_models(
+        &self,
+        _: Request<v1::ListModelsRequest>,
+    ) -> Result<Response<v1::ListModelsResponse>, Status> {
+        let served = self.app.served()?;
+        let model = v1::Model { id: served.name.clone(), context: self.app.context(served) };
+        Ok(Response::new(v1::ListModelsResponse { models: vec![model] }))
+    }
+}
+
+fn message(output: Output) -> Option<Result<v1::GenerateResponse, Status>> {
+    match output {
+        Output::Placed(_) => None,
+        Output::Piece { text, token_ids } => {
+            Some(Ok(v1::GenerateResponse { text, token_ids, ..v1::GenerateResponse::default() }))
+        }
+        Output::End(Ok(summary)) => Some(Ok(last(&summary))),
+        Output::End(Err(error)) => Some(Err(error.into())),
+    }
+}
+
+fn last(summary: &Summary) -> v1::GenerateResponse {
+    v1::GenerateResponse {
+        finish_reason: finish_name(summary.reason).to_owned(),
+        usage: Some(v1::Usage {
+            prompt_tokens: summary.usage.prompt_tokens,
+            completion_tokens: summary.usage.completion_tokens,
+            cached_tokens: summary.usage.cached_tokens,
+        }),
+        kv_transfer: summary.kv.map(|kv| v1::KvTransfer {
+            bytes: kv.bytes,
+            total_ms: kv.total_ms,
+            exposed_ms: kv.exposed_ms,
+        }),
+        ..v1::GenerateResponse::default()
+    }
+}

@@ -1,0 +1,93 @@
+//! Answers as server-sent events.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use http::HeaderValue;
+use http::header::CACHE_CONTROL;
+use serde_json::Value;
+use tokio::sync::mpsc;
+
+use super::choice::Shape;
+use super::generate::cut;
+use crate::request::Output;
+
+/// What is still to be sent.
+struct Streamed {
+    shape: Shape,
+    outputs: mpsc::Receiver<Output>,
+    ready: VecDeque<Event>,
+    ended: bool,
+}
+
+/// Streams an answer whose first output may have been taken already. Dropping the body cancels the request.
+pub(super) fn response(
+    shape: Shape,
+    first: Option<Output>,
+    outputs: mpsc::Receiver<Output>,
+    keep_alive: Duration,
+) -> Response {
+    let mut streamed = Streamed { shape, outputs, ready: VecDeque::new(), ended: false };
+    if let Some(chunk) = streamed.shape.role_chunk() {
+        streamed.push(&chunk);
+    }
+    if let Some(first) = first {
+        streamed.take(first);
+    }
+    let events = futures::stream::unfold(streamed, |mut streamed| async move {
+        let event = streamed.next().await?;
+        Some((Ok::<_, Infallible>(event), streamed))
+    });
+    let mut response =
+        Sse::new(events).keep_alive(KeepAlive::new().interval(keep_alive).text("keep-alive")).into_response();
+    let headers = response.headers_mut();
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // A proxy that buffers would make a stream of it no more.
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    response
+}
+
+impl Streamed {
+    async fn next(&mut self) -> Option<Event> {
+        loop {
+            if let Some(event) = self.ready.pop_front() {
+                return Some(event);
+            }
+            if self.ended {
+                return None;
+            }
+            let output = self.outputs.recv().await.unwrap_or_else(cut);
+            self.take(output);
+        }
+    }
+
+    fn take(&mut self, output: Output) {
+        match output {
+            Output::Placed(_) => {}
+            Output::Piece { text, token_ids } => {
+                if let Some(chunk) = self.shape.text_chunk(&text, &token_ids) {
+                    self.push(&chunk);
+                }
+            }
+            Output::End(Ok(summary)) => {
+                for chunk in self.shape.last_chunks(&summary) {
+                    self.push(&chunk);
+                }
+                self.ready.push_back(Event::default().data("[DONE]"));
+                self.ended = true;
+            }
+            // The status is out already: the error is said in the stream, which then ends without [DONE].
+            Output::End(Err(error)) => {
+                self.ready.push_back(Event::default().event("error").data(error.body().to_string()));
+                self.ended = true;
+            }
+        }
+    }
+
+    fn push(&mut self, chunk: &Value) {
+        self.ready.push_back(Event::default().data(chunk.to_string()));
+    }
+}

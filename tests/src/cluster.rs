@@ -1,0 +1,464 @@
+//! A cluster of real processes on loopback.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::client::{self, Answer, Completion, EventStream};
+use crate::{LogDir, Metrics, Process, eventually};
+
+/// The longest wait until a cluster could serve.
+pub const READY_BOUND: Duration = Duration::from_secs(120);
+
+/// What to start. The default is one prefill and one decode worker with `builtin:tiny`.
+#[derive(Debug, Clone)]
+pub struct ClusterConfig {
+    /// Prefill workers.
+    pub num_prefill: usize,
+    /// Decode workers.
+    pub num_decode: usize,
+    /// Let decode workers compute prompts; prefill workers are then usually 0.
+    pub colocated: bool,
+    /// `--model` of every role.
+    pub model: String,
+    /// `--threads` of each worker.
+    pub threads: usize,
+    /// `--kv-memory` of each worker; left out when empty.
+    pub kv_memory: String,
+    /// `--max-step-tokens` of each worker.
+    pub max_step_tokens: Option<usize>,
+    /// `--block-size` of each worker.
+    pub block_size: Option<usize>,
+    /// `--precision` of each worker.
+    pub precision: Option<String>,
+    /// `--kv-dtype` of each worker.
+    pub kv_dtype: Option<String>,
+    /// More arguments of both kinds of worker.
+    pub worker_args: Vec<String>,
+    /// More arguments of prefill workers.
+    pub prefill_args: Vec<String>,
+    /// More arguments of decode workers.
+    pub decode_args: Vec<String>,
+    /// More arguments of the router.
+    pub router_args: Vec<String>,
+}
+
+impl Default for ClusterConfig {
+    fn default() -> Self {
+        Self {
+            num_prefill: 1,
+            num_decode: 1,
+            colocated: false,
+            model: "builtin:tiny".into(),
+            threads: 1,
+            kv_memory: "128M".into(),
+            max_step_tokens: None,
+            block_size: None,
+            precision: None,
+            kv_dtype: None,
+            worker_args: Vec::new(),
+            prefill_args: Vec::new(),
+            decode_args: Vec::new(),
+            router_args: Vec::new(),
+        }
+    }
+}
+
+impl ClusterConfig {
+    /// The default model, with room for the golden prompts.
+    pub fn golden(model: &Path) -> Self {
+        Self { model: model.display().to_string(), kv_memory: "1G".into(), ..Self::default() }
+    }
+
+    /// The f32 path: weights, activations and KV.
+    #[must_use]
+    pub fn f32(self) -> Self {
+        Self { precision: Some("f32".into()), kv_dtype: Some("f32".into()), ..self }
+    }
+
+    /// Decode workers alone, which compute prompts themselves.
+    #[must_use]
+    pub fn colocated(self) -> Self {
+        Self { colocated: true, num_prefill: 0, ..self }
+    }
+
+    fn worker_args(&self) -> Vec<String> {
+        let mut args = strings(&["--model", &self.model, "--threads", &self.threads.to_string()]);
+        let options = [
+            ("--kv-memory", Some(self.kv_memory.clone()).filter(|size| !size.is_empty())),
+            ("--max-step-tokens", self.max_step_tokens.map(|n| n.to_string())),
+            ("--block-size", self.block_size.map(|n| n.to_string())),
+            ("--precision", self.precision.clone()),
+            ("--kv-dtype", self.kv_dtype.clone()),
+        ];
+        for (name, value) in options {
+            args.extend(value.into_iter().flat_map(|value| [name.to_owned(), value]));
+        }
+        args.extend(self.worker_args.iter().cloned());
+        args
+    }
+}
+
+/// Owned copies.
+pub fn strings(texts: &[&str]) -> Vec<String> {
+    texts.iter().map(|&text| text.to_owned()).collect()
+}
+
+/// Which kind of worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// `baton prefill-worker`.
+    Prefill,
+    /// `baton decode-worker`.
+    Decode,
+}
+
+impl Role {
+    /// The subcommand, which is its name in metrics too, less `-worker`.
+    const fn command(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill-worker",
+            Self::Decode => "decode-worker",
+        }
+    }
+}
+
+/// One worker: its process, and where it listens.
+pub struct Worker {
+    /// The process.
+    pub process: Process,
+    /// Its gRPC and metrics address; kept over a restart.
+    pub address: SocketAddr,
+    args: Vec<String>,
+    role: Role,
+}
+
+impl Worker {
+    /// Starts one on an ephemeral port and waits for its address, not for its model.
+    ///
+    /// # Panics
+    /// When it ends, or tells no address.
+    pub async fn start(role: Role, name: &str, dir: &Path, args: Vec<String>) -> Self {
+        Self::start_at(role, name, dir, args, SocketAddr::from(([127, 0, 0, 1], 0))).await
+    }
+
+    /// As [`Worker::start`], at a given address.
+    ///
+    /// # Panics
+    /// As [`Worker::start`].
+    pub async fn start_at(role: Role, name: &str, dir: &Path, args: Vec<String>, at: SocketAddr) -> Self {
+        let file = dir.join(format!("{name}.address"));
+        let mut all = strings(&[role.command(), "--listen", &at.to_string(), "--address-file"]);
+        all.push(file.display().to_string());
+        all.extend(args.iter().cloned());
+        let mut process = Process::start(name, dir, &all, &[]);
+        let address = read_address(&mut process, &file).await;
+        Self { process, address, args, role }
+    }
+
+    /// Starts it again on the port it had, after it was killed.
+    pub fn restart(&mut self, dir: &Path) {
+        self.process.kill();
+        let mut all = strings(&[self.role.command(), "--listen", &self.address.to_string()]);
+        all.extend(self.args.iter().cloned());
+        let name = self.process.name.clone();
+        self.process = Process::start(&name, dir, &all, &[]);
+    }
+
+    /// What its `/metrics` says.
+    ///
+    /// # Errors
+    /// It can't be reached.
+    pub async fn metrics(&self) -> Result<Metrics, String> {
+        scrape(self.address).await
+    }
+
+    /// Whether its blocks are all free and it knows no sequence; else what it says.
+    ///
+    /// # Errors
+    /// What is not at its baseline.
+    pub async fn at_baseline(&self) -> Result<(), String> {
+        let metrics = self.metrics().await?;
+        let blocks = |state| metrics.sum("baton_blocks", &[("state", state)]);
+        let total = metrics.sum("baton_blocks_total_configured", &[]);
+        let num_requests = metrics.sum("baton_num_requests", &[]);
+        // What only the prefix cache holds is allocatable.
+        let (free, held, draining) = (blocks("free") + blocks("cached"), blocks("held"), blocks("draining"));
+        if total > 0.0 && free == total && held == 0.0 && draining == 0.0 && num_requests == 0.0 {
+            return Ok(());
+        }
+        let name = &self.process.name;
+        Err(format!(
+            "{name}: free {free}, held {held}, draining {draining} of {total}; {num_requests} requests"
+        ))
+    }
+}
+
+/// Reads the address a role wrote after it was bound.
+async fn read_address(process: &mut Process, file: &Path) -> SocketAddr {
+    eventually(&format!("{} writes its address", process.name), Duration::from_secs(20), async || {
+        if let Some(status) = process.try_status() {
+            panic!("{} ended with {status}:\n{}", process.name, process.output());
+        }
+        let text = std::fs::read_to_string(file).map_err(|error| error.to_string())?;
+        text.trim().parse().map_err(|error| format!("'{text}': {error}"))
+    })
+    .await
+}
+
+/// What `/metrics` at an address says.
+///
+/// # Errors
+/// It can't be reached, or answers with an error.
+pub async fn scrape(at: SocketAddr) -> Result<Metrics, String> {
+    let answer = client::request(at, "GET", "/metrics", None).await?;
+    if !answer.status.is_success() {
+        return Err(format!("/metrics: {} {}", answer.status, answer.text()));
+    }
+    Ok(Metrics::parse(&answer.text()))
+}
+
+/// Router, prefill workers, decode workers. Dropping it kills them by their ids.
+pub struct Cluster {
+    /// The router.
+    pub router: Process,
+    /// Its HTTP address.
+    pub http: SocketAddr,
+    /// Its gRPC address.
+    pub grpc: SocketAddr,
+    /// Prefill workers.
+    pub prefill: Vec<Worker>,
+    /// Decode workers.
+    pub decode: Vec<Worker>,
+    // Last: the logs outlive the processes that write them.
+    logs: LogDir,
+}
+
+impl Cluster {
+    /// Starts everything and waits until every worker is ready and the router says it can serve.
+    ///
+    /// # Panics
+    /// When it is not ready within [`READY_BOUND`].
+    pub async fn start(config: ClusterConfig) -> Self {
+        let cluster = Self::start_unready(&config).await;
+        cluster.wait_ready().await;
+        cluster
+    }
+
+    /// Starts everything and waits for addresses only.
+    ///
+    /// # Panics
+    /// When a role ends, or tells no address.
+    pub async fn start_unready(config: &ClusterConfig) -> Self {
+        let logs = LogDir::new();
+        let dir = logs.path();
+        let (mut prefill, mut decode) = (Vec::new(), Vec::new());
+        for nth in 0..config.num_decode {
+            let args = [config.worker_args(), config.decode_args.clone()].concat();
+            decode.push(Worker::start(Role::Decode, &format!("decode-{nth}"), dir, args).await);
+        }
+        for nth in 0..config.num_prefill {
+            let args = [config.worker_args(), config.prefill_args.clone()].concat();
+            prefill.push(Worker::start(Role::Prefill, &format!("prefill-{nth}"), dir, args).await);
+        }
+        let (router, http, grpc) = start_router(config, dir, &prefill, &decode).await;
+        Self { router, http, grpc, prefill, decode, logs }
+    }
+
+    /// Where logs and other files of this cluster lie.
+    pub fn dir(&self) -> PathBuf {
+        self.logs.path().to_owned()
+    }
+
+    /// Waits until every worker is ready in the router's eyes and a chat would succeed.
+    ///
+    /// # Panics
+    /// After [`READY_BOUND`].
+    pub async fn wait_ready(&self) {
+        self.wait_workers(self.prefill.len(), self.decode.len()).await;
+    }
+
+    /// Waits until the router counts this many ready workers and says it can serve.
+    ///
+    /// # Panics
+    /// After [`READY_BOUND`].
+    pub async fn wait_workers(&self, num_prefill: usize, num_decode: usize) {
+        eventually("the cluster is ready", READY_BOUND, async || {
+            let metrics = scrape(self.http).await?;
+            for (role, wanted) in [("prefill", num_prefill), ("decode", num_decode)] {
+                let ready = metrics.sum("baton_workers", &[("role", role), ("state", "ready")]);
+                if ready != wanted as f64 {
+                    return Err(format!("{ready} of {wanted} {role} workers are ready"));
+                }
+            }
+            let health = client::request(self.http, "GET", "/health", None).await?;
+            if health.status.is_success() { Ok(()) } else { Err(format!("/health: {}", health.text())) }
+        })
+        .await;
+    }
+
+    /// Waits until the decode workers are ready in the router's eyes, whatever the prefill workers do.
+    ///
+    /// # Panics
+    /// After [`READY_BOUND`].
+    pub async fn wait_decode_ready(&self) {
+        eventually("the decode workers are ready", READY_BOUND, async || {
+            let metrics = scrape(self.http).await?;
+            let ready = metrics.sum("baton_workers", &[("role", "decode"), ("state", "ready")]);
+            if ready == self.decode.len() as f64 { Ok(()) } else { Err(format!("{ready} are ready")) }
+        })
+        .await;
+    }
+
+    /// Waits until every block of every worker is free again and no sequence is known.
+    ///
+    /// # Panics
+    /// After `bound`.
+    pub async fn wait_baseline(&self, bound: Duration) {
+        eventually("every pool is back at its baseline", bound, async || {
+            for worker in self.prefill.iter().chain(&self.decode) {
+                worker.at_baseline().await?;
+            }
+            let in_flight = scrape(self.http).await?.sum("baton_num_requests_in_flight", &[]);
+            if in_flight == 0.0 {
+                Ok(())
+            } else {
+                Err(format!("{in_flight} requests in flight at the router"))
+            }
+        })
+        .await;
+    }
+
+    /// Sum of a metric over all decode workers.
+    ///
+    /// # Panics
+    /// When one can't be scraped.
+    pub async fn decode_sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        sum(&self.decode, name, labels).await
+    }
+
+    /// Sum of a metric over all prefill workers.
+    ///
+    /// # Panics
+    /// When one can't be scraped.
+    pub async fn prefill_sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        sum(&self.prefill, name, labels).await
+    }
+
+    /// The router's metrics.
+    ///
+    /// # Panics
+    /// When it can't be scraped.
+    pub async fn router_metrics(&self) -> Metrics {
+        scrape(self.http).await.unwrap_or_else(|error| panic!("router: {error}"))
+    }
+
+    /// Posts JSON and reads the whole answer, whatever its status.
+    ///
+    /// # Panics
+    /// When the router can't be reached or hangs up.
+    pub async fn post(&self, path: &str, body: &Value) -> Answer {
+        client::request(self.http, "POST", path, Some(body))
+            .await
+            .unwrap_or_else(|error| panic!("POST {path}: {error}"))
+    }
+
+    /// Completes in one answer.
+    ///
+    /// # Errors
+    /// The answer, when it is no 200, or why there was none.
+    pub async fn try_completion(&self, body: &Value) -> Result<Completion, String> {
+        let answer = client::request(self.http, "POST", "/v1/completions", Some(body)).await?;
+        if answer.status != 200 {
+            return Err(format!("{}: {}", answer.status, answer.text()));
+        }
+        Ok(Completion::from_answer(&answer))
+    }
+
+    /// Completes in one answer.
+    ///
+    /// # Panics
+    /// When that fails.
+    pub async fn completion(&self, body: &Value) -> Completion {
+        self.try_completion(body).await.unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// Greedy tokens after a prompt of token ids, end-of-sequence ignored.
+    ///
+    /// # Panics
+    /// When that fails.
+    pub async fn greedy(&self, prompt: &[u32], num_tokens: usize) -> Vec<u32> {
+        self.completion(&greedy(prompt, num_tokens)).await.token_ids
+    }
+
+    /// Starts a stream and demands a 200.
+    ///
+    /// # Panics
+    /// When that fails.
+    pub async fn stream(&self, path: &str, body: &Value) -> EventStream {
+        let mut stream = EventStream::post(self.http, path, body)
+            .await
+            .unwrap_or_else(|error| panic!("POST {path}: {error}"));
+        if stream.status != 200 {
+            let said = stream.next().await;
+            panic!("{}: {said:?}", stream.status);
+        }
+        stream
+    }
+}
+
+async fn sum(workers: &[Worker], name: &str, labels: &[(&str, &str)]) -> f64 {
+    let mut total = 0.0;
+    for worker in workers {
+        let metrics =
+            worker.metrics().await.unwrap_or_else(|error| panic!("{}: {error}", worker.process.name));
+        total += metrics.sum(name, labels);
+    }
+    total
+}
+
+/// The body of a greedy completion of token ids, end-of-sequence ignored, not streamed.
+pub fn greedy(prompt: &[u32], num_tokens: usize) -> Value {
+    json!({
+        "model": "default", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
+        "ignore_eos": true, "return_token_ids": true,
+    })
+}
+
+/// `body` with fields of `more` set.
+#[must_use]
+pub fn with(mut body: Value, more: Value) -> Value {
+    if let (Some(body), Value::Object(more)) = (body.as_object_mut(), more) {
+        body.extend(more);
+    }
+    body
+}
+
+async fn start_router(
+    config: &ClusterConfig,
+    dir: &Path,
+    prefill: &[Worker],
+    decode: &[Worker],
+) -> (Process, SocketAddr, SocketAddr) {
+    let (http_file, grpc_file) = (dir.join("router.http"), dir.join("router.grpc"));
+    let mut args = strings(&["router", "--http-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0"]);
+    args.extend(["--http-address-file".into(), http_file.display().to_string()]);
+    args.extend(["--grpc-address-file".into(), grpc_file.display().to_string()]);
+    args.extend(["--model".into(), config.model.clone()]);
+    for worker in prefill {
+        args.extend(["--prefill-worker".into(), worker.address.to_string()]);
+    }
+    for worker in decode {
+        args.extend(["--decode-worker".into(), worker.address.to_string()]);
+    }
+    if config.colocated {
+        args.push("--colocated".into());
+    }
+    args.extend(config.router_args.iter().cloned());
+    let mut router = Process::start("router", dir, &args, &[]);
+    let http = read_address(&mut router, &http_file).await;
+    let grpc = read_address(&mut router, &grpc_file).await;
+    (router, http, grpc)
+}
