@@ -41,16 +41,16 @@ impl Member<'_> {
 }
 
 /// What the other members run; valid for the length of one [`Team::run`].
-type Job = *const (dyn Fn(Member<'_>) + Sync);
+type Task = *const (dyn Fn(Member<'_>) + Sync);
 
-struct JobRef(Job);
+struct TaskRef(Task);
 
 // SAFETY: the closure behind the pointer is `Sync`, and `run` keeps it alive until every member is done.
-unsafe impl Send for JobRef {}
+unsafe impl Send for TaskRef {}
 
 struct Shared {
     barrier: Barrier,
-    job: Mutex<Option<JobRef>>,
+    task: Mutex<Option<TaskRef>>,
     /// Counts runs.
     epoch: AtomicU64,
     /// Members that have not finished the current run.
@@ -62,13 +62,13 @@ struct Shared {
 }
 
 impl Shared {
-    fn job(&self) -> MutexGuard<'_, Option<JobRef>> {
+    fn task(&self) -> MutexGuard<'_, Option<TaskRef>> {
         // Nothing that can panic runs under the lock.
-        self.job.lock().unwrap_or_else(PoisonError::into_inner)
+        self.task.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn start(&self, job: Job) {
-        *self.job() = Some(JobRef(job));
+    fn start(&self, task: Task) {
+        *self.task() = Some(TaskRef(task));
         self.running.store(self.count - 1, Ordering::SeqCst);
         self.epoch.fetch_add(1, Ordering::SeqCst);
         self.start.wake_all();
@@ -76,7 +76,7 @@ impl Shared {
 
     fn join(&self) {
         self.finish.wait_until(|| self.running.load(Ordering::SeqCst) == 0);
-        *self.job() = None;
+        *self.task() = None;
     }
 }
 
@@ -97,7 +97,7 @@ impl Team {
     pub(crate) fn new(count: usize, cpus: Option<&[usize]>) -> std::io::Result<Team> {
         let shared = Arc::new(Shared {
             barrier: Barrier::new(count),
-            job: Mutex::new(None),
+            task: Mutex::new(None),
             epoch: AtomicU64::new(0),
             running: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
@@ -151,8 +151,8 @@ impl Team {
         }
         // SAFETY: only the lifetime is forgotten. `Finish` keeps this frame, and so the closure, alive until every
         // member has left it, even if `leader` panics.
-        let job: Job = unsafe { std::mem::transmute::<&(dyn Fn(Member<'_>) + Sync), Job>(others) };
-        shared.start(job);
+        let task: Task = unsafe { std::mem::transmute::<&(dyn Fn(Member<'_>) + Sync), Task>(others) };
+        shared.start(task);
         let mut finish = Finish { shared, led: false };
         let result = leader(member);
         finish.led = true;
@@ -197,11 +197,11 @@ fn serve(shared: &Shared, index: usize) {
             return;
         }
         seen = shared.epoch.load(Ordering::SeqCst);
-        let job = shared.job().as_ref().map(|job| job.0);
-        if let Some(job) = job {
+        let task = shared.task().as_ref().map(|task| task.0);
+        if let Some(task) = task {
             let member = Member { index, count: shared.count, barrier: &shared.barrier };
             // SAFETY: `run` does not return before `running` is 0, so the closure lives.
-            let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { (*job)(member) }));
+            let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { (*task)(member) }));
             if outcome.is_err() {
                 shared.barrier.break_up();
             }

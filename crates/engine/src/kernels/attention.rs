@@ -327,7 +327,7 @@ unsafe fn softmax<S: Simd>(qs: &mut Queries, i: usize, start: usize, head_dim: u
 #[inline(always)]
 unsafe fn values<S: Simd, E: Element>(a: &Attend<'_>, tile: &Tile<E>, qs: &Queries) {
     let seen = |i: usize| qs.limits[i].saturating_sub(tile.start).min(TILE_TOKENS);
-    let common = (0..qs.num).map(seen).max().unwrap_or(0);
+    let common = (0..qs.num).map(seen).min().unwrap_or(0);
     let width = a.head_dim / LANES;
     // SAFETY: pieces stay within the queries, a head's vectors and the tokens they see.
     unsafe {
