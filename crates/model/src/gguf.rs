@@ -2,12 +2,12 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::io::{Cursor, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::gguf_file::{Content, TensorInfo};
 use memmap2::Mmap;
 
+use crate::gguf_header::read_header;
 use crate::mapped::map_file;
 use crate::metadata::Metadata;
 use crate::tensors::{Entry, TensorTable};
@@ -88,29 +88,7 @@ impl TensorTable for GgufFile {
     }
 }
 
-fn read_header(path: &Path, bytes: &[u8]) -> Result<Content, ModelError> {
-    if bytes.is_empty() {
-        return Err(ModelError::corrupt(path, "the file is empty"));
-    }
-    if !bytes.starts_with(b"GGUF") {
-        return Err(ModelError::corrupt(path, "not a GGUF file (it does not start with 'GGUF')"));
-    }
-    let mut reader = HeaderReader { inner: Cursor::new(bytes), state: AlignmentKey::Elsewhere };
-    Content::read(&mut reader).map_err(|error| {
-        // candle's errors may carry a backtrace below the first line.
-        let text = error.to_string();
-        let reason = text.lines().next().unwrap_or_default();
-        if reason.contains("unknown dtype") {
-            ModelError::unsupported(path, format!("{reason}; supported weights: {}", supported_types()))
-        } else if reason.contains("fill whole buffer") {
-            ModelError::corrupt(path, "truncated: the file ends within its header")
-        } else {
-            ModelError::corrupt(path, format!("damaged header: {reason}"))
-        }
-    })
-}
-
-fn supported_types() -> String {
+pub(crate) fn supported_types() -> String {
     WeightType::ALL.map(|kind| kind.to_string()).join(", ")
 }
 
@@ -156,50 +134,4 @@ fn entry(
         Some(end) if end <= file_bytes => Ok(Entry { rows, cols, kind, start, len }),
         _ => Err(corrupt("lies outside the file: it is truncated or damaged")),
     }
-}
-
-/// Where [`HeaderReader`] is relative to the alignment's key in the metadata.
-#[derive(Clone, Copy)]
-enum AlignmentKey {
-    Elsewhere,
-    /// The key has just been read: a type follows.
-    Type,
-    /// The type has been read: the value follows.
-    Value,
-}
-
-/// Refuses an alignment of zero, by which candle's reader would divide. The reader asks for each string and number
-/// in a read of its own, so the one after `general.alignment` and its type is the value.
-struct HeaderReader<'a> {
-    inner: Cursor<&'a [u8]>,
-    state: AlignmentKey,
-}
-
-impl Read for HeaderReader<'_> {
-    fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
-        let len = self.inner.read(buf)?;
-        let got = buf.get(..len).unwrap_or_default();
-        self.state = match self.state {
-            // Keys are compared as the reader compares them: without trailing zeros.
-            AlignmentKey::Elsewhere if trim_zeros(got) == b"general.alignment" => AlignmentKey::Type,
-            AlignmentKey::Elsewhere => AlignmentKey::Elsewhere,
-            AlignmentKey::Type => AlignmentKey::Value,
-            AlignmentKey::Value if got.iter().all(|&byte| byte == 0) => {
-                return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, "general.alignment is 0"));
-            }
-            AlignmentKey::Value => AlignmentKey::Elsewhere,
-        };
-        Ok(len)
-    }
-}
-
-impl Seek for HeaderReader<'_> {
-    fn seek(&mut self, pos: SeekFrom) -> std::io::Result<u64> {
-        self.inner.seek(pos)
-    }
-}
-
-fn trim_zeros(bytes: &[u8]) -> &[u8] {
-    let end = bytes.iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 1);
-    bytes.get(..end).unwrap_or_default()
 }

@@ -19,6 +19,7 @@ mod family;
 mod folder;
 mod gguf;
 mod gguf_config;
+mod gguf_header;
 mod hf_config;
 mod hf_names;
 mod hf_rope;

@@ -40,7 +40,11 @@ pub(crate) trait TensorTable {
 /// Every tensor the configuration calls for is there in its shape, and nothing else is: a tensor that would be
 /// ignored (a bias, an expert) would make wrong text without a word.
 /// Those in `beside` may be there too.
-pub(crate) fn check(table: &dyn TensorTable, config: &ModelConfig, beside: &[&str]) -> Result<(), ModelError> {
+pub(crate) fn check(
+    table: &dyn TensorTable,
+    config: &ModelConfig,
+    beside: &[&str],
+) -> Result<(), ModelError> {
     let mut expected = HashSet::new();
     for (name, rows, cols) in expected_tensors(config) {
         check_one(table, &name, (rows, cols))?;

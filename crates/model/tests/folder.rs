@@ -175,7 +175,11 @@ fn contradictions_are_corruption() {
         ("num_hidden_layers", json!(2), "no tensor 'model.layers.1.input_layernorm.weight'"),
         ("tie_word_embeddings", json!(false), "no tensor 'lm_head.weight'"),
         ("rope_scaling", json!({"rope_type": "llama3"}), "rope scaling has no factor"),
-        ("rope_parameters", json!({"full_attention": {"rope_theta": 1e6}}), "rope_parameters has no rope_theta"),
+        (
+            "rope_parameters",
+            json!({"full_attention": {"rope_theta": 1e6}}),
+            "rope_parameters has no rope_theta",
+        ),
     ] {
         let error = open(&changed(|folder| folder.set(key, value))).unwrap_err();
         assert!(matches!(error, ModelError::Corrupt { .. }), "{error:?}");

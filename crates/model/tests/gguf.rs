@@ -139,7 +139,10 @@ fn what_is_not_supported_is_refused_by_name() {
             "architecture 'gemma' is not supported; supported: llama, qwen2, qwen3",
         ),
         (changed(|file| file.find("blk.0.attn_q.weight").kind = 14), "'blk.0.attn_q.weight' has type Q6K"),
-        (changed(|file| file.find("blk.0.attn_q.weight").kind = 20), "unknown dtype"),
+        (
+            changed(|file| file.find("blk.0.attn_q.weight").kind = 20),
+            "'blk.0.attn_q.weight' has type IQ4_NL; supported weights: F32, F16, BF16, Q8_0, Q4_0, Q4_1",
+        ),
         (changed(|file| file.tensor("blk.0.attn_q.bias", vec![HIDDEN], 0, 128)), "blk.0.attn_q.bias"),
         (changed(|file| file.tensor("experts", vec![32, 2, 2], 0, 512)), "'experts' has 3 dimensions"),
         (changed(|file| file.set("llama.expert_count", Value::U32(8))), "llama.expert_count = 8"),
@@ -152,6 +155,41 @@ fn what_is_not_supported_is_refused_by_name() {
         let error = refusal(&file);
         assert!(matches!(error, ModelError::Unsupported { .. }), "{error:?}");
         assert!(error.to_string().contains(part), "'{error}' does not say '{part}'");
+    }
+}
+
+#[test]
+fn each_supported_type_is_read_and_every_other_refused_by_tensor_and_type() {
+    let of_kind = |kind: u32, len: usize| {
+        changed(|file| {
+            let tensor = file.find("blk.0.ffn_up.weight");
+            (tensor.kind, tensor.data) = (kind, (0..len).map(|index| (index % 251) as u8).collect());
+        })
+    };
+    for (kind, weight_type, row_bytes) in [
+        (0, WeightType::F32, 128),
+        (1, WeightType::F16, 64),
+        (30, WeightType::BF16, 64),
+        (8, WeightType::Q8_0, 34),
+        (2, WeightType::Q4_0, 18),
+        (3, WeightType::Q4_1, 20),
+    ] {
+        let mut file = of_kind(kind, 64 * row_bytes);
+        let model = open(&file).unwrap();
+        let tensor = model.tensor("blk.0.ffn_up.weight").unwrap();
+        assert_eq!((tensor.kind, tensor.rows, tensor.cols), (weight_type, 64, 32));
+        assert_eq!(tensor.data, file.find("blk.0.ffn_up.weight").data);
+    }
+    for (kind, name) in
+        [(6, "Q5_0"), (7, "Q5_1"), (12, "Q4K"), (14, "Q6K"), (21, "IQ3_S"), (39, "MXFP4"), (99, "99")]
+    {
+        // 4 rows: a size that looks like the length of a string.
+        let mut file = of_kind(kind, 4096);
+        file.find("blk.0.ffn_up.weight").dims = vec![256, 4];
+        let error = refusal(&file);
+        let text = error.to_string();
+        assert!(matches!(error, ModelError::Unsupported { .. }), "{error:?}");
+        assert!(text.contains("'blk.0.ffn_up.weight'") && text.contains(name), "{text}");
     }
 }
 

@@ -9,6 +9,7 @@ use baton_model::{GgufTokenizer, Model, TokenType, TokenizerSource};
 use baton_text::TextModel;
 use serde::Deserialize;
 
+/// Byte-level BPE; there is a GGUF pre-tokenizer of each name.
 const KINDS: [&str; 4] = ["smollm", "gpt-2", "llama-bpe", "qwen2"];
 
 #[derive(Deserialize)]
@@ -82,12 +83,15 @@ fn check(name: &str, text: &TextModel, with_special: bool) -> usize {
 
 #[test]
 fn a_tokenizer_json_gives_the_recorded_ids() {
-    for name in KINDS {
-        let path = folder().join("tokenizers").join(name).join("tokenizer.json");
-        let text = open(TokenizerSource::Json(path));
-        let num_special = check(name, &text, true);
-        assert_eq!(num_special > 0, name == "llama-bpe", "{name}: only this one adds a token");
+    for name in KINDS.into_iter().chain(["llama-2"]) {
+        let num_special = check(name, &open_json(name), true);
+        let adds_tokens = ["llama-bpe", "llama-2"].contains(&name);
+        assert_eq!(num_special > 0, adds_tokens, "{name}");
     }
+}
+
+fn open_json(name: &str) -> TextModel {
+    open(TokenizerSource::Json(folder().join("tokenizers").join(name).join("tokenizer.json")))
 }
 
 /// The same vocabulary as a GGUF file holds it.
@@ -148,6 +152,10 @@ fn ids_decode_to_their_text() {
             assert!(decoded == *sample || name == "qwen2", "{name}: {sample:?} became {decoded:?}");
             assert_eq!(text.encode(&decoded, false).unwrap(), text.encode(sample, false).unwrap());
         }
+    }
+    let text = open_json("llama-2");
+    for sample in texts() {
+        assert_eq!(text.decode(&text.encode(&sample, true).unwrap()), sample);
     }
 }
 
