@@ -5,7 +5,10 @@ mod pair;
 use std::time::Duration;
 
 use baton_proto::v1;
-use pair::{Call, Pair, Random, cause, decode_to_end, prefill_to_end, settles, within};
+use baton_proto::v1::prefill_client::PrefillClient;
+use pair::{
+    Call, Pair, Random, cause, channel, decode_to_end, prefill_to_end, settles, start_prefill, within,
+};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn hanging_up_at_any_moment_returns_every_block() {
@@ -96,17 +99,32 @@ async fn draining_lets_running_requests_end_and_takes_no_new_ones() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_drain_is_bounded() {
-    let mut pair = Pair::start(&[], &["--drain-timeout=0.2"]).await;
-    let stream = pair.to_decode.decode(Call::new(1, 30, 4000).decode(true)).await.unwrap().into_inner();
+    let mut pair = Pair::start(&[], &["--drain-timeout=0.1", "--context=131072", "--kv-memory=160M"]).await;
+    let stream = pair.to_decode.decode(Call::new(1, 30, 100_000).decode(true)).await.unwrap().into_inner();
     let Pair { decode: draining, .. } = pair;
     let began = std::time::Instant::now();
     draining.shutdown().await;
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
-    let outcome = tokio::spawn(async move {
-        let mut stream = stream;
-        while let Ok(Some(_)) = stream.message().await {}
-    });
-    within(outcome).await.unwrap();
+    let outcome = within(decode_to_end(stream)).await;
+    assert_eq!(outcome.failed.map(|failed| failed.cause()), Some(v1::Cause::Draining));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_giant_prompt_that_hangs_up_leaves_a_worker_as_quick_as_an_idle_one() {
+    let options = ["--context=131072", "--kv-memory=160M", "--max-step-tokens=2048"];
+    let running = start_prefill(&options).await;
+    let mut client = PrefillClient::new(channel(&running).await);
+    let giant = client.prefill(Call::new(1, 100_000, 1).prefill(None)).await.unwrap();
+    while running.core().metrics.prompt_tokens_computed.get() < 4096 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    drop(giant);
+    let began = std::time::Instant::now();
+    let stream = client.prefill(Call::new(2, 20, 1).prefill(None)).await.unwrap().into_inner();
+    assert!(prefill_to_end(stream).await.first.is_some());
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    settles("prefill", &running).await;
+    assert!(running.core().metrics.prompt_tokens_computed.get() < 50_000);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

@@ -47,7 +47,7 @@ async fn many_at_once_give_the_tokens_of_each_alone() {
         let (first, rest) = leg.await.unwrap();
         let mut tokens = vec![first.first.unwrap()];
         tokens.extend(rest.tokens.unwrap_or_else(|| panic!("{:?}", rest.failed)));
-        assert_eq!(tokens, pair.run_locally(call).await);
+        assert_eq!(tokens, pair.run_locally(call).await, "prompt of {}", call.prompt.len());
     }
     pair.settles().await;
 }

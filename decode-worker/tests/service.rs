@@ -145,3 +145,13 @@ async fn run_ends_when_it_is_told_to() {
     let text = error.unwrap_err().to_string();
     assert!(text.contains("--context") && text.contains("131072"), "{text}");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn threads_can_be_bound() {
+    let first = baton_worker::CpuList::allowed().unwrap().as_slice()[0].to_string();
+    let options = [format!("--cpus={first}"), format!("--io-cpus={first}"), "--threads=2".to_owned()];
+    let running = start_decode(&options.each_ref().map(String::as_str)).await;
+    let mut client = v1::decode_client::DecodeClient::new(channel(&running).await);
+    let stream = client.decode(Call::new(1, 40, 6).decode(true)).await.unwrap().into_inner();
+    assert_eq!(decode_to_end(stream).await.tokens.unwrap().len(), 6);
+}

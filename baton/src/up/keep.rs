@@ -123,10 +123,15 @@ struct Keeper {
 impl Keeper {
     fn start(&self, last: &LastLines) -> std::io::Result<Child> {
         let mut launch = self.role.launch.clone();
-        if let Address::Chosen(file) = &self.role.address {
-            let listen = self.known.map_or_else(|| "127.0.0.1:0".to_owned(), |address| address.to_string());
-            launch.arguments.extend([OsString::from("--listen"), listen.into()]);
-            launch.arguments.extend([OsString::from("--address-file"), file.clone().into()]);
+        match (&self.role.address, self.known) {
+            (Address::Fixed(_), _) => {}
+            (Address::Chosen(_), Some(address)) => {
+                launch.arguments.push(format!("--listen={address}").into())
+            }
+            (Address::Chosen(file), None) => {
+                launch.arguments.push("--listen=127.0.0.1:0".into());
+                launch.arguments.extend([OsString::from("--address-file"), file.clone().into()]);
+            }
         }
         let mut child = process::start(&launch)?;
         let prefix = Prefix::new(&self.role.name, self.role.index);
@@ -190,8 +195,11 @@ impl Keeper {
                 Some(pause)
             }
             Verdict::GiveUp => {
-                let lines = last.all().join("\n  ");
-                let text = format!("{name} keeps dying ({how}); its last lines:\n  {lines}");
+                let lines = last.all();
+                let text = match lines.is_empty() {
+                    true => format!("{name} keeps dying ({how}) and said nothing"),
+                    false => format!("{name} keeps dying ({how}); its last lines:\n  {}", lines.join("\n  ")),
+                };
                 self.tell(Event::Failed(Failure::Worker(text))).await;
                 None
             }

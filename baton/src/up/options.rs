@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use baton_worker::WorkerConfig;
+use baton_worker::{DEFAULT_TOKENS_PER_SEQUENCE, WorkerConfig};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
@@ -44,7 +44,7 @@ pub(crate) struct UpOptions {
 /// Workers' options that `up` decides itself and does not offer.
 const NOT_OFFERED: [&str; 3] = ["listen", "address-file", "insecure"];
 /// Options that `up` gives each child a value of its own for.
-const PLANNED: [&str; 6] = ["listen", "address-file", "model", "cpus", "io-cpus", "kv-memory"];
+const PLANNED: [&str; 7] = ["listen", "address-file", "model", "cpus", "io-cpus", "kv-memory", "colocated"];
 
 /// What `up` says differently about the workers' options.
 pub(crate) fn adjust(command: Command) -> Command {
@@ -58,10 +58,11 @@ pub(crate) fn adjust(command: Command) -> Command {
             "CPUs to bind the workers' network threads to, such as 0,2-3 [default: those of the prefill workers]",
         ),
         Some("threads") => arg.help("Compute threads of each worker, 1 to 256 [default: the CPUs it is given]"),
-        Some("kv-memory") => arg.help(
-            "Memory for the KV blocks of each worker in bytes, with K, M, G or T behind it [default: 2,048 tokens for \
-             each of --max-num-seqs or one whole context if that is more, as far as the memory here allows]",
-        ),
+        Some("kv-memory") => arg.help(format!(
+            "Memory for the KV blocks of each worker in bytes, with K, M, G or T behind it [default: \
+             {DEFAULT_TOKENS_PER_SEQUENCE} tokens for each of --max-num-seqs or one whole context if that is more, as far \
+             as the memory here allows]"
+        )),
         _ => arg,
     })
 }
@@ -140,8 +141,9 @@ impl PassedOn {
     pub(super) fn arguments(&self, role: &str) -> Vec<OsString> {
         let mut arguments = Vec::new();
         for given in &self.given {
-            let for_role = self.knows(role, &given.key) && !PLANNED.contains(&given.key.as_str());
-            if !for_role || !(given.strong || !self.file.section_sets(role, &given.key)) {
+            let planned = PLANNED.contains(&given.key.as_str());
+            let overruled = !given.strong && self.file.section_sets(role, &given.key);
+            if planned || overruled || !self.knows(role, &given.key) {
                 continue;
             }
             if given.switch {
@@ -169,4 +171,56 @@ fn with_value(key: &str, value: &std::ffi::OsStr) -> OsString {
     let mut argument = OsString::from(format!("--{key}="));
     argument.push(value);
     argument
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::cli;
+
+    fn passed(file: &str, line: &str) -> Result<PassedOn, String> {
+        let mut on_disk = tempfile::NamedTempFile::new().unwrap();
+        on_disk.write_all(file.as_bytes()).unwrap();
+        let mut arguments = vec![OsString::from("baton"), "--config".into(), on_disk.path().into()];
+        arguments.extend(line.split(' ').map(OsString::from));
+        cli::parse(&arguments).map(|parsed| parsed.passed).map_err(|error| format!("{error:?}"))
+    }
+
+    fn arguments(passed: &PassedOn, role: &str) -> Vec<String> {
+        passed.arguments(role).into_iter().map(|argument| argument.into_string().unwrap()).collect()
+    }
+
+    #[test]
+    fn children_get_what_was_given_and_what_they_know() {
+        let passed = passed("", "up --max-queue 7 --block-size=32 --prefill-workers 2").unwrap();
+        assert_eq!(arguments(&passed, "decode-worker"), ["--max-queue=7", "--block-size=32"]);
+        assert_eq!(arguments(&passed, "router"), ["--max-queue=7"]);
+    }
+
+    #[test]
+    fn a_roles_own_section_wins_over_ups_but_not_over_a_flag() {
+        let file =
+            "max-queue = 5\n[up]\nblock-size = 32\n[decode-worker]\nblock-size = 64\nkv-memory = \"1G\"";
+        let from_file = passed(file, "up").unwrap();
+        assert_eq!(arguments(&from_file, "prefill-worker"), ["--max-queue=5", "--block-size=32"]);
+        assert_eq!(arguments(&from_file, "decode-worker"), ["--max-queue=5"]);
+        assert_eq!(from_file.planned("decode-worker", "kv-memory", "9"), None);
+        assert_eq!(from_file.planned("prefill-worker", "kv-memory", "9"), Some("--kv-memory=9".into()));
+        let flags = passed(file, "up --block-size 16 --kv-memory 2G").unwrap();
+        assert_eq!(arguments(&flags, "decode-worker"), ["--max-queue=5", "--block-size=16"]);
+        assert_eq!(flags.planned("decode-worker", "kv-memory", "9"), Some("--kv-memory=9".into()));
+    }
+
+    #[test]
+    fn what_up_decides_itself_is_refused_and_what_is_planned_is_not_repeated() {
+        let error = passed("", "up --address-file x").unwrap_err();
+        assert!(error.contains("--address-file"), "{error}");
+        // At the top level it is meant for roles that run by themselves.
+        let passed =
+            passed("listen = \"127.0.0.1:7000\"\ninsecure = true", "up --cpus 0 --model builtin:tiny")
+                .unwrap();
+        assert_eq!(arguments(&passed, "prefill-worker"), [""; 0]);
+    }
 }

@@ -100,14 +100,9 @@ impl Plan {
         if !cpus.is_empty() {
             planned.push(("cpus", as_list(cpus)));
         }
-        let io_cpus = given.options.worker.io_cpus.as_ref();
-        match io_cpus
-            .map(|list| list.to_string())
-            .or_else(|| (!self.beside.is_empty()).then(|| as_list(&self.beside)))
-        {
-            Some(list) => planned.push(("io-cpus", list)),
-            None => {}
-        }
+        let given_io = given.options.worker.io_cpus.as_ref().map(ToString::to_string);
+        let beside = (!self.beside.is_empty()).then(|| as_list(&self.beside));
+        planned.extend(given_io.or(beside).map(|list| ("io-cpus", list)));
         let launch = Launch { arguments: arguments(given, role, &planned), cpus: Vec::new() };
         let address = Address::Chosen(folder.join(format!("{name}.address")));
         self.workers.push(Role { index: self.workers.len(), name, launch, address });

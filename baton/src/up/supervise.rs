@@ -54,12 +54,45 @@ impl Interrupts {
     }
 }
 
+/// Children that are told the same.
+struct Group {
+    orders: watch::Sender<Order>,
+    children: JoinSet<()>,
+}
+
+impl Default for Group {
+    fn default() -> Self {
+        Self { orders: watch::Sender::new(Order::Run), children: JoinSet::new() }
+    }
+}
+
+impl Group {
+    fn start(&mut self, role: Role, events: mpsc::Sender<Event>) {
+        // On the runtime's only thread, the main one: children are tied to the life of the thread that starts them.
+        self.children.spawn(keep(role, self.orders.subscribe(), events));
+    }
+
+    /// Asks them to end and waits until they have.
+    async fn stop(&mut self, patience: Duration) {
+        self.orders.send_replace(Order::Stop(patience));
+        self.ended().await;
+    }
+
+    async fn ended(&mut self) {
+        while self.children.join_next().await.is_some() {}
+    }
+
+    fn kill(&self) {
+        self.orders.send_replace(Order::Kill);
+    }
+}
+
 /// The children.
 pub(super) struct Supervisor {
-    orders: watch::Sender<Order>,
     sender: mpsc::Sender<Event>,
     events: mpsc::Receiver<Event>,
-    children: JoinSet<()>,
+    workers: Group,
+    router: Group,
     addresses: Vec<Option<SocketAddr>>,
     ready: Vec<bool>,
     folder: Option<TempDir>,
@@ -69,10 +102,10 @@ impl Default for Supervisor {
     fn default() -> Self {
         let (sender, events) = mpsc::channel(EVENTS);
         Self {
-            orders: watch::Sender::new(Order::Run),
             sender,
             events,
-            children: JoinSet::new(),
+            workers: Group::default(),
+            router: Group::default(),
             addresses: Vec::new(),
             ready: Vec::new(),
             folder: None,
@@ -81,7 +114,7 @@ impl Default for Supervisor {
 }
 
 impl Supervisor {
-    /// A folder that only this user can read, removed at the end.
+    /// A folder that only this user can read, for the children to tell their addresses in; removed when they have.
     ///
     /// # Errors
     /// [`Failure::Unexpected`] when there is none to be had.
@@ -98,19 +131,15 @@ impl Supervisor {
     pub(super) fn start_workers(&mut self, workers: Vec<Role>) {
         self.addresses = vec![None; workers.len()];
         for worker in workers {
-            self.start(worker);
+            self.ready.push(false);
+            self.workers.start(worker, self.sender.clone());
         }
     }
 
     /// Starts the router.
     pub(super) fn start_router(&mut self, router: Role) {
-        self.start(router);
-    }
-
-    fn start(&mut self, role: Role) {
         self.ready.push(false);
-        // On the runtime's only thread, the main one: children are tied to the life of the thread that starts them.
-        self.children.spawn(keep(role, self.orders.subscribe(), self.sender.clone()));
+        self.router.start(router, self.sender.clone());
     }
 
     /// The addresses of the first `count` children, as soon as all are known.
@@ -121,6 +150,8 @@ impl Supervisor {
         loop {
             let known: Vec<SocketAddr> = self.addresses.iter().flatten().copied().collect();
             if known.len() >= count {
+                // Told once, an address stays: a child that is started again gets the same one.
+                self.folder = None;
                 return Ok(known);
             }
             self.next().await?;
@@ -201,8 +232,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Ends all children: asks them, and kills those that have not ended after `patience` and a little, or all of
-    /// them when `now` comes first.
+    /// Ends all children, the router first: its requests still need the workers. Those that have not ended after
+    /// `patience` and a little are killed, or all of them when `now` comes first.
     ///
     /// # Errors
     /// [`Failure::Interrupted`] when `now` came.
@@ -211,20 +242,21 @@ impl Supervisor {
         patience: Duration,
         now: impl Future<Output = ()>,
     ) -> Result<(), Failure> {
-        self.orders.send_replace(Order::Stop(patience + GRACE));
         // What they still have to say interests nobody, but must not make them wait.
         self.events.close();
-        let mut outcome = Ok(());
-        tokio::pin!(now);
-        loop {
-            tokio::select! {
-                ended = self.children.join_next() => if ended.is_none() { break },
-                () = &mut now, if outcome.is_ok() => {
-                    self.orders.send_replace(Order::Kill);
-                    outcome = Err(Failure::Interrupted);
-                }
-            }
+        let (router, workers) = (&mut self.router, &mut self.workers);
+        let in_order = async {
+            router.stop(patience + GRACE).await;
+            workers.stop(patience + GRACE).await;
+        };
+        tokio::select! {
+            () = in_order => return Ok(()),
+            () = now => {}
         }
-        outcome
+        self.router.kill();
+        self.workers.kill();
+        self.router.ended().await;
+        self.workers.ended().await;
+        Err(Failure::Interrupted)
     }
 }

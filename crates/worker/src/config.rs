@@ -41,8 +41,8 @@ pub struct WorkerConfig {
     #[arg(long, env = "BATON_IO_CPUS", value_name = "LIST")]
     pub io_cpus: Option<CpuList>,
 
-    /// Memory for KV blocks in bytes, with K, M, G or T behind it [default: 2,048 tokens for each of --max-num-seqs
-    /// or one whole context if that is more, but at most a quarter of this machine's or container's memory]
+    /// Memory for KV blocks in bytes, with K, M, G or T behind it [default: 1,024 tokens for each of --max-num-seqs,
+    /// or one whole context if that is more, but at most a quarter of the memory of this machine or container]
     #[arg(long, env = "BATON_KV_MEMORY", value_name = "BYTES")]
     pub kv_memory: Option<ByteSize>,
 

@@ -98,11 +98,13 @@ impl Core {
     /// `UNAVAILABLE` unless the worker is ready.
     pub fn accept(&self) -> Result<(&Loaded, Leg), Status> {
         let loaded = self.loaded()?;
-        if !self.lifecycle.is_ready() {
-            return Err(Status::unavailable("this worker is draining and takes no new requests"));
-        }
+        // Counted before the state is looked at: a drain that begins meanwhile waits for this leg.
         self.num_legs.send_modify(|count| *count += 1);
-        Ok((loaded, Leg { num_legs: self.num_legs.clone() }))
+        let leg = Leg { num_legs: self.num_legs.clone() };
+        match self.lifecycle.is_ready() {
+            true => Ok((loaded, leg)),
+            false => Err(Status::unavailable("this worker is draining and takes no new requests")),
+        }
     }
 
     /// Waits until no leg is served.

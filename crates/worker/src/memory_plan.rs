@@ -4,9 +4,10 @@ use crate::size::ByteSize;
 use crate::{WorkerError, limits};
 
 /// Tokens of KV that the default plans for each sequence.
-pub const DEFAULT_TOKENS_PER_SEQUENCE: usize = 2048;
+pub const DEFAULT_TOKENS_PER_SEQUENCE: usize = 1024;
 
-/// The share of the memory limit that the default takes at most: one in this many.
+/// The share of the memory limit, and of the memory available, that the default takes at most: one in this many. Several workers may
+/// share a machine.
 pub const DEFAULT_SHARE: u64 = 4;
 
 /// What the plan is made from.
@@ -53,8 +54,9 @@ impl MemoryPlan {
             None => {
                 let per_sequence = blocks_of(need.context.min(DEFAULT_TOKENS_PER_SEQUENCE));
                 let wanted = per_sequence.saturating_mul(need.max_num_seqs as u64).max(least);
-                let bound = limit.map_or(u64::MAX, |limit| limit / DEFAULT_SHARE / block_bytes);
-                (wanted.min(bound), "a quarter of the memory here")
+                let least_memory = limit.into_iter().chain(available).min();
+                let bound = least_memory.map_or(u64::MAX, |bytes| bytes / DEFAULT_SHARE / block_bytes);
+                (wanted.min(bound), "a quarter of the memory to be had here")
             }
         };
         if num_blocks < least {
@@ -106,14 +108,15 @@ mod tests {
 
     #[test]
     fn the_default_holds_a_moderate_context_for_each_sequence() {
-        assert_eq!(plan(None, 8, 64).unwrap().num_blocks, 8 * 2048 / 16);
+        assert_eq!(plan(None, 16, 64).unwrap().num_blocks, 16 * 1024 / 16);
         // One sequence still gets a whole context.
         assert_eq!(plan(None, 1, 64).unwrap().num_blocks, 8192 / 16);
     }
 
     #[test]
     fn the_default_takes_at_most_a_quarter() {
-        let plan = plan(None, 4096, 4).unwrap();
+        // Half of the limit is available.
+        let plan = plan(None, 4096, 8).unwrap();
         assert!(plan.bytes <= 1 << 30 && plan.bytes > (1 << 30) - 2 * 360 * 1024, "{plan:?}");
     }
 

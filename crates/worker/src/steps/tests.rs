@@ -349,8 +349,9 @@ async fn a_reader_that_never_reads_is_cancelled_alone() {
 #[tokio::test]
 async fn an_engine_failure_ends_every_sequence_and_fails_the_worker() {
     let bench = Bench::start(Duration::ZERO, 3).await;
-    let mut first = bench.submit(Origin::Local, 10, 50).await;
+    // This one only waits; nothing is computed before the other comes.
     let mut second = bench.submit(Origin::Remote, 10, 50).await;
+    let mut first = bench.submit(Origin::Local, 10, 50).await;
     while first.next().await.is_some() {}
     while second.next().await.is_some() {}
     assert_eq!((first.ended_by(), second.ended_by()), (Cause::Engine, Cause::Engine));
