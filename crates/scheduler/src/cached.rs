@@ -7,7 +7,8 @@ use crate::scheduler::Scheduler;
 
 impl Scheduler {
     /// A table for all tokens of a waiting sequence: cached blocks first, then allocated ones, evicting where needed. Also says
-    /// how many are cached. `may` decides by the number of blocks to allocate. `None` when it says no, or when there is no room.
+    /// how many are cached. `may` decides by the number of blocks that stop being available: those to allocate, and
+    /// cached ones that nobody uses yet. `None` when it says no, or when there is no room; nothing was touched then.
     pub(crate) fn take_blocks(
         &mut self,
         id: SequenceId,
@@ -17,21 +18,21 @@ impl Scheduler {
         let num_tokens = sequence.tokens.len();
         // The last token's logits are needed, here or at the source: its block is never taken from the cache.
         let usable = (num_tokens - 1) / self.config.block_size;
-        let hits = match &mut self.cache {
-            Some(cache) => cache.lookup(&sequence.hashes[..usable.min(sequence.hashes.len())]),
-            None => Vec::new(),
-        };
-        let num_hits = hits.len();
+        let hashes = &sequence.hashes[..usable.min(sequence.hashes.len())];
+        // Holding hits and giving them back would wake the shell, which would plan again, and so on for as long as the sequence waits.
+        let (num_hits, num_idle) = self.cache.as_ref().map_or((0, 0), |cache| cache.peek_idle(hashes));
         let need = num_tokens.div_ceil(self.config.block_size) - num_hits;
-        let mut table = BlockTable::new();
-        table.extend_shared(hits);
-        if !may(self, need) {
+        let counts = self.pool.counts();
+        if need + num_idle > counts.free + counts.cached || !may(self, need + num_idle) {
             return None;
         }
+        let hits = self.cache.as_mut().map_or_else(Vec::new, |cache| cache.lookup(hashes));
+        let mut table = BlockTable::new();
+        table.extend_shared(hits);
         self.make_free(need);
         table.extend(self.pool.allocate(need)?);
         if let Some(sequence) = self.sequences.get_mut(&id) {
-            sequence.num_cached = num_hits;
+            (sequence.num_cached, sequence.num_hits) = (num_hits, num_hits);
         }
         Some((table, num_hits))
     }

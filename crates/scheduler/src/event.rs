@@ -55,6 +55,8 @@ pub enum Event {
     Started {
         /// The sequence.
         id: SequenceId,
+        /// Leading prompt tokens whose KV the prefix cache had: neither computed nor transferred.
+        cached_tokens: usize,
     },
     /// The sequence gave up its blocks to older ones and waits to be computed again.
     Preempted {

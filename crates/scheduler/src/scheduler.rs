@@ -86,6 +86,7 @@ impl Scheduler {
             hashes,
             use_cache: new.cache && self.cache.is_some(),
             num_cached: 0,
+            num_hits: 0,
             origin: new.origin,
             prompt_len: new.prompt.len() - new.num_generated as usize,
             max_len: (new.prompt.len() + new.max_new_tokens as usize).min(self.config.context),
@@ -172,6 +173,7 @@ impl Scheduler {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         let Stage::Receiving { table } = &mut sequence.stage else { return false };
         let table = std::mem::take(table);
+        let cached_tokens = sequence.num_hits * self.config.block_size;
         sequence.started = true;
         let finish = sequence.push(first.token);
         sequence.stage = Stage::Running { table };
@@ -180,7 +182,7 @@ impl Scheduler {
             self.forget(id);
         } else {
             self.activate(id);
-            self.events.push(Event::Started { id });
+            self.events.push(Event::Started { id, cached_tokens });
         }
         true
     }

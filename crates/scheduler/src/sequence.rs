@@ -115,6 +115,8 @@ pub(crate) struct Sequence {
     pub(crate) hashes: Vec<BlockHash>,
     /// Leading blocks that the prefix cache knows.
     pub(crate) num_cached: usize,
+    /// Leading blocks that were found there when the sequence was last given blocks.
+    pub(crate) num_hits: usize,
     /// Order of acceptance: smaller is older.
     pub(crate) age: u64,
     pub(crate) accepted: Time,

@@ -206,7 +206,8 @@ impl Scheduler {
         }
         sequence.stage = Stage::Running { table };
         if !std::mem::replace(&mut sequence.started, true) {
-            self.events.push(Event::Started { id });
+            let cached_tokens = sequence.num_hits * self.config.block_size;
+            self.events.push(Event::Started { id, cached_tokens });
         }
     }
 

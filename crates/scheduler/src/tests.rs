@@ -2,6 +2,8 @@
 //! alone, so any wrong position, block or resume changes them.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use baton_kv::{BlockPool, WriteLease};
@@ -465,4 +467,23 @@ fn idle_cached_blocks_never_keep_a_prompt_waiting() {
         assert!(harness.produced.contains_key(&SequenceId(id)));
     }
     assert_eq!(harness.scheduler.num_preemptions(), 0);
+}
+
+#[test]
+fn a_sequence_that_waits_for_room_gives_back_nothing_and_so_wakes_nobody() {
+    let mut harness = Harness::new(config(), 10);
+    let num_wakes = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&num_wakes);
+    harness.scheduler.pool().on_free(Box::new(move || _ = count.fetch_add(1, Ordering::Relaxed)));
+    let prompt: Vec<u32> = (10..26).collect();
+    harness.submit(sequence(1, Origin::Local, prompt.clone(), 1)).unwrap();
+    harness.run_to_end();
+    harness.submit(sequence(2, Origin::Remote, vec![1; 28], 1)).unwrap();
+    harness.submit(sequence(3, Origin::Remote, prompt, 1)).unwrap();
+    assert_eq!((harness.leases.len(), harness.scheduler.counts().waiting), (1, 1), "beyond the share");
+    let before = num_wakes.load(Ordering::Relaxed);
+    (0..5).for_each(|_| assert!(!harness.step()));
+    assert_eq!(num_wakes.load(Ordering::Relaxed), before);
+    harness.run_to_end();
+    assert_eq!(harness.finished.len(), 3);
 }

@@ -1,6 +1,6 @@
 //! Encoding frames straight out of block memory: one copy, from the arena into the buffer that HTTP/2 sends.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use baton_handoff::HandoffKey;
 use baton_kv::{BlockMemory, BlockSlice, MemoryError, ReadLease};
@@ -21,7 +21,7 @@ const PAYLOAD_TAG: u8 = 8 << 3 | 2;
 /// More than the other fields of a `KvFrame` ever take.
 const HEADER_BYTES: usize = 128;
 
-/// Where the bytes of a handoff's frames are read; its lease pins them as long as a frame is on its way.
+/// Where the bytes of a handoff's frames are read; its lease pins them until the sender ends.
 pub(crate) struct Blocks {
     pub(crate) memory: Arc<dyn BlockMemory>,
     pub(crate) lease: ReadLease,
@@ -39,8 +39,9 @@ pub(crate) struct Waits {
 pub(crate) enum Outgoing {
     /// The first message: names the handoff.
     Opening(HandoffKey),
-    /// KV, read when the message is encoded.
-    Kv { frame: Frame, waits: Waits, blocks: Arc<Blocks> },
+    /// KV, read when the message is encoded. A frame that the transport has not asked for yet doesn't pin blocks that the sender
+    /// has let go of.
+    Kv { frame: Frame, waits: Waits, blocks: Weak<Blocks> },
 }
 
 /// CRC-32C of what stands before the payload; the payload's bytes are appended to it.
@@ -126,6 +127,9 @@ impl Encoder for FrameEncoder {
                 put_message(&v1::KvFrame { key: Some(wire::encode_key(&key)), ..v1::KvFrame::default() }, buf)
             }
             Outgoing::Kv { frame, waits, blocks } => {
+                let Some(blocks) = blocks.upgrade() else {
+                    return Err(Status::cancelled("the handoff was fenced"));
+                };
                 let needed = HEADER_BYTES + frame.len as usize;
                 if buf.chunk_mut().len() < needed {
                     // A buffer that was handed over whole is replaced by one that takes several frames.

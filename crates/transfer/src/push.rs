@@ -132,7 +132,7 @@ impl PushTask {
     }
 
     fn kv(&self, frame: Frame, waits: &mut WaitClock) -> Outgoing {
-        Outgoing::Kv { frame, waits: waits.take(), blocks: Arc::clone(&self.blocks) }
+        Outgoing::Kv { frame, waits: waits.take(), blocks: Arc::downgrade(&self.blocks) }
     }
 
     /// Waits for what the destination has; at least everything before `from`.

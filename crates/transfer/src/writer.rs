@@ -238,7 +238,7 @@ fn fault(error: MemoryError) -> Fault {
 #[cfg(test)]
 mod tests {
     use std::pin::pin;
-    use std::task::{Context, Poll, Waker};
+    use std::task::{Context, Waker};
 
     use baton_handoff::RequestId;
     use baton_kv::{BlockPool, BlockTable, KvDtype, KvLayout, ReadLease};
@@ -298,7 +298,7 @@ mod tests {
         let mut taken = pin!(writer.accept(frame));
         let mut turns = 1;
         // Outside a runtime a yield wakes at once and is pending once.
-        while let Poll::Pending = taken.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+        while taken.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
             turns += 1;
         }
         assert!(turns > bytes / SLICE_BYTES, "{turns} turns for {bytes} bytes");

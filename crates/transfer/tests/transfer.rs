@@ -7,10 +7,14 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use baton_handoff::Cause;
+use baton_proto::v1;
+use baton_proto::v1::kv_stream_server::{KvStream, KvStreamServer};
 use baton_transfer::{BULK_WINDOW_BYTES, ReceiverEvent, Receivers, SenderEvent, TokenSpan};
 use support::memory::assert_same;
 use support::proxy::{self, Mischief};
 use support::{Destination, Driver, Origin, Outcome, PATIENCE, Rng, Sink, channel, key, layout};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::server::TcpIncoming;
 
 const SPAN: TokenSpan = TokenSpan { prompt_tokens: 203, skip_tokens: 0 };
 
@@ -175,6 +179,51 @@ async fn a_fenced_sender_lets_go_of_its_blocks_and_the_destination_hears_that_it
     assert!(matches!(receiver.next().await, Some(ReceiverEvent::Lost { .. })));
 }
 
+/// A destination that answers and then reads nothing.
+struct Deaf;
+
+#[tonic::async_trait]
+impl KvStream for Deaf {
+    type PushStream = ReceiverStream<Result<v1::PushProgress, tonic::Status>>;
+
+    async fn push(
+        &self,
+        request: tonic::Request<tonic::Streaming<v1::KvFrame>>,
+    ) -> Result<tonic::Response<Self::PushStream>, tonic::Status> {
+        let (answers, stream) = tokio::sync::mpsc::channel(1);
+        tokio::spawn(async move {
+            let _unread = request;
+            answers.closed().await;
+        });
+        Ok(tonic::Response::new(ReceiverStream::new(stream)))
+    }
+}
+
+#[tokio::test]
+async fn a_fenced_sender_lets_go_though_the_destination_reads_nothing() {
+    let (layout, rng) = (layout(3, 2, 64, 16), &mut Rng(16));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = tonic::transport::Server::builder().add_service(KvStreamServer::new(Deaf));
+    tokio::spawn(server.serve_with_incoming(TcpIncoming::from(listener)));
+    let span = TokenSpan { prompt_tokens: 3000, skip_tokens: 0 };
+    let origin = Origin::new(&layout, span, rng);
+    let sender = origin.sender(key(1), span, channel(address), u64::MAX);
+    origin.progress.tokens_done(span.prompt_tokens);
+    sender.transmit(u64::MAX);
+    // Until the window is used up, far from the end.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let pool = origin.pool.clone();
+    drop(origin);
+    sender.fence();
+    let settle = async {
+        while pool.counts().draining > 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    assert!(tokio::time::timeout(Duration::from_secs(5), settle).await.is_ok(), "{:?}", pool.counts());
+}
+
 #[tokio::test]
 async fn a_handoff_without_credit_does_not_hold_up_another_on_the_same_connection() {
     let (layout, rng) = (layout(3, 2, 64, 16), &mut Rng(13));
@@ -259,7 +308,10 @@ async fn however_a_transfer_ends_the_blocks_return() {
         drop(table);
         match seed % 4 {
             0 => receiver.fence(),
-            1 => sender.fence(),
+            1 => {
+                sender.fence();
+                drop(receiver);
+            }
             2 => drop((sender, receiver)),
             _ => {
                 drop(receiver);
