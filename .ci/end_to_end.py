@@ -100,7 +100,7 @@ class Up:
         end = time.monotonic() + 10
         while time.monotonic() < end:
             lines = self.output().replace("\\\n", " ").splitlines()
-            found = [line[line.index("curl "):] for line in lines if "curl " in line]
+            found = [line.strip() for line in lines if line.strip().startswith("curl ")]
             if found:
                 return found[-1]
             time.sleep(0.1)

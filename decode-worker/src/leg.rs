@@ -42,7 +42,6 @@ pub(crate) struct Leg {
     control: Option<Box<ControlStream>>,
     receiver: Option<Receiver>,
     prompt_tokens: usize,
-    skip_tokens: usize,
     marks: Marks,
     /// The router dropped its stream.
     is_gone: bool,
@@ -84,7 +83,6 @@ impl Leg {
             control: None,
             receiver: None,
             prompt_tokens: request.prompt.len(),
-            skip_tokens: 0,
             marks: Marks::default(),
             is_gone: false,
             detail: String::new(),
@@ -197,7 +195,7 @@ impl Leg {
         match event {
             SequenceEvent::Reserved { lease, skip_tokens } => self.reserved(lease, skip_tokens),
             SequenceEvent::Boundary => self.marks.boundary = Some(at),
-            SequenceEvent::Started { .. } => self.started(at).await,
+            SequenceEvent::Started { cached_tokens, .. } => self.started(at, cached_tokens).await,
             SequenceEvent::Token { token, logprob, index, finish } => {
                 self.output.token(SampledToken { id: token, logprob, index }, finish).await;
                 if finish.is_some() {
@@ -217,7 +215,6 @@ impl Leg {
     /// The receiver must know the handoff before the grant is out.
     fn reserved(&mut self, lease: WriteLease, skip_tokens: usize) {
         let Ok(loaded) = self.core.loaded() else { return };
-        self.skip_tokens = skip_tokens;
         let span = TokenSpan { prompt_tokens: self.prompt_tokens, skip_tokens };
         match self.receivers.grant(Grant { key: self.machine.key(), span, lease }) {
             Ok(receiver) => {
@@ -232,13 +229,13 @@ impl Leg {
         }
     }
 
-    async fn started(&mut self, at: Time) {
+    async fn started(&mut self, at: Time, cached_tokens: usize) {
         let cost = self.marks.cost(at);
         self.core.metrics.kv_transfer.observe(cost.total.as_secs_f64());
         self.core.metrics.kv_exposed.observe(cost.exposed.as_secs_f64());
         let started = v1::Started {
             kv: Some(self.marks.to_wire(&cost)),
-            cached_tokens: u32::try_from(self.skip_tokens).unwrap_or(u32::MAX),
+            cached_tokens: u32::try_from(cached_tokens).unwrap_or(u32::MAX),
             queue_us: 0,
         };
         self.output.started(started).await;

@@ -26,11 +26,11 @@ pub(crate) async fn run(loaded: &Loaded, request: LegRequest, output: &Output, a
 async fn follow(sequence: &mut Sequence, output: &Output, accepted: Time) -> Cause {
     while let Some(stamped) = sequence.next().await {
         match stamped.event {
-            SequenceEvent::Started { first_step } => {
+            SequenceEvent::Started { first_step, cached_tokens } => {
                 let queue = first_step.unwrap_or(stamped.at).saturating_sub(accepted);
                 let started = v1::Started {
                     kv: Some(v1::KvCost::default()),
-                    cached_tokens: 0,
+                    cached_tokens: u32::try_from(cached_tokens).unwrap_or(u32::MAX),
                     queue_us: micros(queue),
                 };
                 output.started(started).await;

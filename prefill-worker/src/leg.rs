@@ -196,9 +196,6 @@ impl Leg {
             SequenceEvent::NearHead => self.fact(SourceFact::NearHead),
             SequenceEvent::Opened { lease, cached_tokens } => {
                 self.times.opened(at, cached_tokens);
-                if cached_tokens > 0 {
-                    self.progress.tokens_done(cached_tokens);
-                }
                 if self.target.is_some() {
                     self.start_sender(lease);
                 }

@@ -348,12 +348,19 @@ impl Request {
         (self.delivered >= self.config.max_new_tokens).then_some(FinishReason::Length)
     }
 
+    /// Nothing more is wanted: tokens that wait to be delivered are not, and an end that waits to be told is replaced.
     fn stop(&mut self, end: RequestEnd) {
+        let before = self.actions.len();
+        self.actions.retain(|action| !matches!(action, RequestAction::Deliver(_)));
+        self.delivered -= u32::try_from(before - self.actions.len()).unwrap_or(self.delivered);
         match self.stage {
             Stage::New | Stage::Placing | Stage::Backoff { .. } | Stage::Running(_) => {
-                self.close_and_end(end)
+                self.close_and_end(end);
             }
-            Stage::Ended => self.ignored += 1,
+            Stage::Ended => match self.actions.back_mut() {
+                Some(RequestAction::End(pending)) => *pending = end,
+                _ => self.ignored += 1,
+            },
         }
     }
 

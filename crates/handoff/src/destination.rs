@@ -248,14 +248,9 @@ impl Destination {
         match self.stage {
             Stage::Reserving { .. } => self.free_and_end(Cause::PeerLost),
             Stage::Receiving(_) => self.fence(now, Cause::PeerLost),
-            // Everything is here: what becomes of the source does not matter any more.
-            Stage::Committing { .. }
-            | Stage::Waiting
-            | Stage::Committed
-            | Stage::Closing { .. }
-            | Stage::Ended => {
-                self.ignored += 1;
-            }
+            // Everything is here, or everything is said: what becomes of the source does not matter any more.
+            Stage::Committing { .. } | Stage::Committed | Stage::Closing { .. } | Stage::Ended => {}
+            Stage::Waiting => self.ignored += 1,
         }
     }
 

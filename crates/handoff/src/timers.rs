@@ -26,8 +26,11 @@ pub struct TimerRow {
     pub meaning: &'static str,
 }
 
-/// How long each wait of a handoff may take. Queueing is not bounded here: only the request's own deadline bounds
-/// how long a leg waits in a worker's queue before it was offered.
+/// How long each wait of a handoff may take.
+///
+/// A leg that was not offered yet has no timer: only the request's own deadline bounds queueing. A dead peer is noticed by its stream,
+/// a stalled one by its heartbeat; `reserve`, `grant` and `progress` are the last resort behind both, so they are
+/// longer than any wait that a living but slow worker causes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timers {
     /// Source: offer sent, no answer.
@@ -51,7 +54,12 @@ pub struct Timers {
 impl Timers {
     /// The table behind [`Timers::default`].
     pub const TABLE: [TimerRow; 8] = [
-        row("answer", TimerOwner::Source, 60_000, "offer unanswered: the handoff fails as expired"),
+        row(
+            "answer",
+            TimerOwner::Source,
+            660_000,
+            "offer unanswered: the handoff fails as expired; longer than `reserve`",
+        ),
         row(
             "delivery",
             TimerOwner::Source,
@@ -67,20 +75,20 @@ impl Timers {
         row(
             "reserve",
             TimerOwner::Destination,
-            30_000,
-            "blocks not reserved: answered Busy, the router places again",
+            600_000,
+            "in line for blocks: answered Busy, the router places again",
         ),
         row(
             "grant",
             TimerOwner::Destination,
-            120_000,
+            300_000,
             "grant unused: the reservation is given up as expired",
         ),
         row(
             "progress",
             TimerOwner::Destination,
-            60_000,
-            "transfer stands still: the reservation is given up",
+            120_000,
+            "transfer stands still: the reservation is given up as expired",
         ),
         row(
             "writer",
@@ -125,7 +133,8 @@ mod tests {
         let timers = Timers::default();
         assert_eq!(timers.values(), Timers::TABLE.map(|row| row.default));
         assert_eq!(timers.abort, Duration::from_secs(2));
-        assert_eq!(timers.grant, Duration::from_secs(120));
+        assert_eq!(timers.grant, Duration::from_secs(300));
+        assert!(timers.answer > timers.reserve, "Busy must come before the source gives up");
     }
 
     #[test]

@@ -138,6 +138,16 @@ impl PrefixCache {
         hashes.iter().take_while(|hash| self.by_hash.contains_key(hash)).count()
     }
 
+    /// Of the run that [`PrefixCache::lookup`] would find: its blocks, and how many of them nobody uses now, so that they stop being
+    /// evictable once looked up. Touches nothing.
+    pub fn peek_idle(&self, hashes: &[BlockHash]) -> (usize, usize) {
+        let known = hashes.iter().map_while(|hash| self.by_hash.get(hash));
+        known.fold((0, 0), |(hits, idle), &node| {
+            let is_idle = self.pool.is_idle(self.nodes[node as usize].block);
+            (hits + 1, idle + usize::from(is_idle))
+        })
+    }
+
     /// Takes note of a full block that the caller holds: `hash` is its hash, `parent` that of the block before it. Of the blocks before it the
     /// caller must hold the ones that the cache knows.
     pub fn insert(&mut self, parent: BlockHash, hash: BlockHash, block: &SharedBlock) -> Inserted {

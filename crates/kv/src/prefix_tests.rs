@@ -46,6 +46,11 @@ proptest! {
         let mut contents: HashMap<u32, Vec<u32>> = HashMap::new();
         for (tokens, fork, drop_nth) in ops {
             let known = cache.peek(&cache.hashes(&tokens, BLOCK));
+            let before = pool.counts();
+            let (hits, num_idle) = cache.peek_idle(&cache.hashes(&tokens, BLOCK));
+            let held = cache.lookup(&cache.hashes(&tokens, BLOCK));
+            prop_assert_eq!((hits, num_idle), (held.len(), before.cached - pool.counts().cached));
+            drop(held);
             if let Some((mut table, hits)) = run(&mut cache, &pool, &tokens) {
                 prop_assert_eq!(hits, known);
                 for (nth, &id) in table.ids().iter().enumerate().take(tokens.len() / BLOCK) {

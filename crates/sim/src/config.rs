@@ -74,6 +74,8 @@ pub struct Shape {
     pub max_step_tokens: usize,
     /// Bytes of credit.
     pub credit_window: u64,
+    /// Whether timers are short enough to run out.
+    pub hasty: bool,
     /// Whether workers keep a prefix cache.
     pub cache: bool,
     /// Whether decode workers do everything.
@@ -94,7 +96,10 @@ impl Shape {
         let max_new_tokens = random.between(1..=longest_output) as u32;
         // From room for one request to room for many.
         let longest = (max_prompt + max_new_tokens as usize + 1).div_ceil(block_size);
-        let blocks = |random: &mut Random| longest + random.index(longest * 6);
+        let blocks = |random: &mut Random| {
+            let more = if random.chance(400) { 1 } else { 6 };
+            longest + random.index(longest * more)
+        };
         Self {
             num_routers: random.between(1..=2) as usize,
             num_prefill_workers: random.between(0..=3) as usize,
@@ -108,6 +113,7 @@ impl Shape {
             max_new_tokens,
             max_step_tokens: block_size * random.between(1..=8) as usize,
             credit_window: random.between(1..=40) * (block_size as u64) * 8,
+            hasty: random.chance(300),
             cache: random.chance(600),
             colocated: random.chance(60),
         }

@@ -45,6 +45,8 @@ pub(crate) enum RouterEvent {
     ClientGone(usize),
     /// A worker's status.
     Status(Box<baton_dispatch::WorkerView>),
+    /// A worker's status stream broke.
+    StatusLost(usize),
     /// A timer of a request.
     Wake,
 }

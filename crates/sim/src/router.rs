@@ -114,6 +114,11 @@ impl Router {
             RouterEvent::Status(view) => {
                 self.views.insert(view.index, (context.now, *view));
             }
+            RouterEvent::StatusLost(worker) => {
+                if let Some((_, view)) = self.views.get_mut(&worker) {
+                    view.state = WorkerState::Unreachable;
+                }
+            }
             RouterEvent::Wake => {
                 self.wake = None;
                 let now = context.now;

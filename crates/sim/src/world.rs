@@ -69,7 +69,7 @@ impl World {
     }
 
     fn plan_requests(&mut self) {
-        let shape = self.context.shape;
+        let (shape, faults) = (self.context.shape, self.config.faults);
         // Some prompts share their beginning, so that prefix caches have something to do.
         let common: Vec<u32> = (0..shape.max_prompt).map(|_| self.token()).collect();
         // The fleet has been heard of by then.
@@ -93,13 +93,13 @@ impl World {
                 stop_tokens: if random.chance(500) { vec![1, 2] } else { vec![] },
                 seed: random.next(),
                 stop_after,
-                patience: random.chance(100).then(|| random.millis(20..=60_000)),
+                patience: (faults == Faults::All && random.chance(100)).then(|| random.millis(20..=60_000)),
             };
             self.asks.push(ask);
             at += random.millis(0..=shape.interval_ms * 2);
             let router = random.index(shape.num_routers);
             self.context.queue.push(at, Event::Router(router, RouterEvent::Request(nth)));
-            if self.config.faults == Faults::All && self.context.random.chance(200) {
+            if faults == Faults::All && self.context.random.chance(200) {
                 let gone = at + self.context.random.millis(0..=1_500);
                 self.context.queue.push(gone, Event::Router(router, RouterEvent::ClientGone(nth)));
             }
@@ -212,6 +212,16 @@ impl World {
         *digest = (digest.rotate_left(7) ^ now ^ a ^ b).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
 
+    /// A broken status stream is heard of soon; a silent one is noticed by its silence.
+    fn tell_routers(&mut self, worker: usize) {
+        for router in 0..self.routers.len() {
+            if self.context.random.chance(800) {
+                let after = self.context.random.millis(2..=30);
+                self.context.router(after, router, RouterEvent::StatusLost(worker));
+            }
+        }
+    }
+
     fn fault(&mut self, fault: Fault) {
         self.context.note(|| format!("{fault:?}"));
         let now = self.context.now;
@@ -219,6 +229,7 @@ impl World {
             Fault::Kill { worker, down } if self.workers[worker].alive => {
                 self.context.report.num_kills += 1;
                 self.workers[worker].die();
+                self.tell_routers(worker);
                 self.context.network.cut_all(&mut self.context.queue, now, Node::Worker(worker));
                 self.context.queue.push(now + down, Event::Fault(Fault::Restart { worker }));
             }

@@ -41,21 +41,23 @@ fn fresh_schedules_with_every_fault_keep_every_rule() {
 fn without_faults_nothing_fails() {
     let report = all_of(1, 300, Faults::None);
     println!("{report}");
-    assert_eq!(
-        (report.num_failed_handoffs, report.num_damaged_frames, report.num_kills),
-        (0, 0, 0),
-        "{report}"
-    );
+    let failed = report.num_failed + report.num_cancelled + report.num_damaged_frames + report.num_kills;
+    assert_eq!((failed, report.num_retries), (0, 0), "{report}");
+    // A first token that ends its sequence, and a stop string, make the decode leg superfluous; that is no failure.
+    let superfluous = |cause: &&str| ["not_needed", "cancelled"].contains(cause);
+    assert!(report.failed_handoffs.keys().all(superfluous), "{report}");
 }
 
-/// Seeds that once broke a rule.
-const REGRESSIONS: &[u64] = &[];
+/// Run in any case. What one of them once broke is pinned by name where it was mended, since a seed means another run once the
+/// simulation draws something more. 17960275781085: tokens that had run ahead were delivered after a stop string.
+const SEEDS: &[u64] = &[0, 1, 2, u64::MAX - 1, 17_960_275_781_085, 17_960_278_040_219];
 
 #[test]
-fn seeds_that_once_failed_hold() {
-    for seed in REGRESSIONS {
+fn fixed_seeds_keep_every_rule() {
+    for seed in SEEDS {
         all_of(*seed, 1, Faults::All);
     }
+    all_of(1_000, 100, Faults::All);
 }
 
 #[test]

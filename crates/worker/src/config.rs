@@ -77,6 +77,11 @@ pub struct WorkerConfig {
           value_parser = clap::value_parser!(u32).range(16..=65536))]
     pub max_step_tokens: u32,
 
+    /// Keep the KV of full blocks after their sequence ended, and use it again for prompts that begin the same: on or off
+    #[arg(long, env = "BATON_PREFIX_CACHE", value_name = "on|off", default_value = "off", value_parser = on_off,
+          action = clap::ArgAction::Set)]
+    pub prefix_cache: bool,
+
     /// CPU kernels: auto, avx512, avx2 or portable
     #[arg(long, env = "BATON_ISA", value_name = "NAME", default_value = "auto",
           value_parser = ["auto", "avx512", "avx2", "portable"])]
@@ -95,6 +100,14 @@ fn block_size(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(size @ 16..=256) if usize::is_power_of_two(size) => Ok(size),
         _ => Err("a power of two from 16 to 256".to_owned()),
+    }
+}
+
+fn on_off(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("on or off".to_owned()),
     }
 }
 
@@ -196,6 +209,8 @@ mod tests {
             (vec!["--context", "8"], "--context"),
             (vec!["--kv-dtype", "int4"], "--kv-dtype"),
             (vec!["--precision", "f64"], "--precision"),
+            (vec!["--prefix-cache", "yes"], "--prefix-cache"),
+            (vec!["--prefix-cache"], "--prefix-cache"),
             (vec!["--isa", "neon"], "--isa"),
             (vec!["--max-num-seqs", "0"], "--max-num-seqs"),
             (vec!["--max-num-seqs", "600"], "--max-step-tokens"),

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use baton_engine::{CpuEngine, CpuEngineConfig, EngineBuildError, Isa, Precision};
-use baton_kv::{BlockMemory, BlockPool};
+use baton_kv::{BlockMemory, BlockPool, KvLayout};
 use baton_model::{Model, ModelConfig, ModelName, NoProgress, ResolveOptions};
 use baton_scheduler::{Scheduler, SchedulerConfig};
 
@@ -62,7 +62,8 @@ pub(crate) fn load(
     engine_config.num_blocks = plan.num_blocks;
     let (engine, arena) = CpuEngine::new(&model, engine_config).map_err(refused)?;
     let pool = BlockPool::new(plan.num_blocks);
-    let scheduler_config = scheduler_config(config, scheduling, context);
+    let cache_salt = config.prefix_cache.then(|| cache_salt(arena.layout()));
+    let scheduler_config = SchedulerConfig { cache_salt, ..scheduler_config(config, scheduling, context) };
     scheduler_config.check().map_err(|reason| WorkerError::config("scheduling options", reason))?;
     let scheduler = Scheduler::new(scheduler_config, pool.clone());
     let limits = RequestLimits {
@@ -78,6 +79,7 @@ pub(crate) fn load(
         num_blocks = plan.num_blocks,
         block_size = config.block_size,
         kv_dtype = %config.kv_dtype,
+        prefix_cache = config.prefix_cache,
         numerics = arena.layout().numerics_id,
         load_ms = started.elapsed().as_millis() as u64,
         "the model is loaded"
@@ -155,11 +157,48 @@ fn scheduler_config(config: &WorkerConfig, scheduling: &Scheduling, context: usi
     }
 }
 
+/// Everything besides tokens that KV depends on. The digest's length is fixed and types have no zero byte in their names, so
+/// different layouts never give the same salt.
+fn cache_salt(layout: &KvLayout) -> Vec<u8> {
+    let dtype = layout.dtype.to_string();
+    [&layout.model_digest[..], dtype.as_bytes(), &[0], layout.numerics_id.as_bytes()].concat()
+}
+
 fn refused(error: EngineBuildError) -> WorkerError {
     match error {
         EngineBuildError::Model(error) => WorkerError::Model(error),
         EngineBuildError::OutOfMemory { .. } => WorkerError::Memory(error.to_string()),
         EngineBuildError::IsaUnavailable { .. } => WorkerError::config("--isa", error.to_string()),
         other => WorkerError::Engine(other.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_kv::KvDtype;
+
+    use super::*;
+
+    #[test]
+    fn a_salt_tells_apart_whatever_kv_depends_on() {
+        let layout = |digest, dtype, numerics: &str| KvLayout {
+            model_digest: [digest; 32],
+            num_layers: 2,
+            num_kv_heads: 1,
+            head_dim: 16,
+            block_size: 16,
+            dtype,
+            arrangement: String::new(),
+            numerics_id: numerics.to_owned(),
+        };
+        let salts = [
+            cache_salt(&layout(1, KvDtype::F16, "a")),
+            cache_salt(&layout(2, KvDtype::F16, "a")),
+            cache_salt(&layout(1, KvDtype::F32, "a")),
+            cache_salt(&layout(1, KvDtype::F16, "b")),
+        ];
+        let different: std::collections::HashSet<_> = salts.iter().collect();
+        assert_eq!(different.len(), salts.len());
+        assert_eq!(salts[0], cache_salt(&layout(1, KvDtype::F16, "a")));
     }
 }

@@ -242,6 +242,7 @@ fn report_metrics(metrics: &WorkerMetrics, loaded: &Loaded) {
         let counts = pool.counts();
         BlockCounts {
             free: counts.free as u64,
+            cached: counts.cached as u64,
             held: counts.held as u64,
             draining: counts.draining as u64,
             total: counts.total as u64,

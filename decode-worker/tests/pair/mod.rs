@@ -126,7 +126,7 @@ impl Pair {
         decode_to_end(stream).await.tokens.expect("finished")
     }
 
-    /// Waits until neither worker holds a block or a sequence.
+    /// Waits until no sequence is on either worker, and every block is free or only in a prefix cache.
     pub(crate) async fn settles(&self) {
         for (name, running) in [("prefill", &self.prefill), ("decode", &self.decode)] {
             settles(name, running).await;
@@ -139,7 +139,7 @@ pub(crate) async fn settles(name: &str, running: &Running) {
     for _ in 0..3000 {
         let load = *loaded.steps.load().borrow();
         let pool = loaded.pool.counts();
-        if pool.free == pool.total && load.counts == Default::default() {
+        if pool.free + pool.cached == pool.total && load.counts == Default::default() {
             loaded.pool.check().expect("a consistent pool");
             return;
         }
@@ -171,6 +171,11 @@ impl Call {
             stop: Vec::new(),
             temperature: 0.0,
         }
+    }
+
+    /// The same prompt under another key.
+    pub(crate) fn again(&self, n: u64) -> Self {
+        Self { key: Self::new(n, 1, 1).key, ..self.clone() }
     }
 
     fn sampling(&self) -> v1::Sampling {
@@ -211,6 +216,7 @@ impl Call {
 pub(crate) struct PrefillOutcome {
     pub(crate) first: Option<u32>,
     pub(crate) finish: i32,
+    pub(crate) cached_tokens: u32,
     pub(crate) end: Option<PrefillEvent>,
 }
 
@@ -221,7 +227,7 @@ pub(crate) async fn prefill_to_end(mut stream: Streaming<v1::PrefillEvent>) -> P
             PrefillEvent::FirstToken(first) => {
                 let token = first.token.expect("a token");
                 assert_eq!(token.index, 0);
-                assert!(first.times.is_some());
+                outcome.cached_tokens = first.times.expect("times").cached_tokens;
                 outcome.first = Some(token.id);
                 outcome.finish = first.finish;
             }
@@ -234,6 +240,7 @@ pub(crate) async fn prefill_to_end(mut stream: Streaming<v1::PrefillEvent>) -> P
 #[derive(Debug, Default)]
 pub(crate) struct DecodeOutcome {
     pub(crate) kv: Option<v1::KvCost>,
+    pub(crate) cached_tokens: u32,
     /// Set when the sequence finished.
     pub(crate) tokens: Option<Vec<u32>>,
     pub(crate) failed: Option<v1::Failed>,
@@ -244,7 +251,10 @@ pub(crate) async fn decode_to_end(mut stream: Streaming<v1::DecodeEvent>) -> Dec
     let (mut tokens, mut next_index) = (Vec::new(), None);
     while let Some(event) = within(stream.message()).await.expect("an event") {
         match event.event.expect("a known event") {
-            DecodeEvent::Started(started) => outcome.kv = Some(started.kv.expect("a cost")),
+            DecodeEvent::Started(started) => {
+                outcome.kv = Some(started.kv.expect("a cost"));
+                outcome.cached_tokens = started.cached_tokens;
+            }
             DecodeEvent::Tokens(more) => {
                 for token in more.tokens {
                     assert_eq!(token.index, *next_index.get_or_insert(token.index));

@@ -91,6 +91,22 @@ fn tokens_of_the_decode_leg_wait_for_the_first_one() {
 }
 
 #[test]
+fn a_stop_string_holds_back_the_tokens_that_ran_ahead() {
+    let mut asked = Asked::new(3);
+    asked.placed();
+    for event in [DecodeFact::Started, DecodeFact::Token(token(1)), DecodeFact::Token(token(2))] {
+        asked.decode(0, event);
+    }
+    asked.decode(0, DecodeFact::Finished(FinishReason::Length));
+    asked.request.handle(T0, RequestFact::Prefill { attempt: 0, event: first(None) });
+    assert_eq!(asked.request.poll(), Some(RequestAction::Deliver(token(0))));
+    // The stop string ends with the first token, while two more and the end wait to be told.
+    let end = RequestAction::End(RequestEnd::Finished(FinishReason::Stop));
+    assert_eq!(asked.feed(RequestFact::StopMatched), [RequestAction::CloseLegs { attempt: 0 }, end]);
+    assert_eq!(asked.request.num_delivered(), 1);
+}
+
+#[test]
 fn a_lost_decode_worker_is_resumed_behind_what_was_delivered() {
     let mut asked = Asked::new(5);
     asked.placed();

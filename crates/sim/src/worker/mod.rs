@@ -27,6 +27,13 @@ use crate::queue::{Event, RouterEvent, WorkerEvent};
 
 const HEARTBEAT: Duration = Duration::from_millis(100);
 
+/// A small share of the defaults.
+fn hasty() -> Timers {
+    let [answer, delivery, abort, reserve, grant, progress, writer, park] =
+        Timers::default().values().map(|value| value / 150);
+    Timers { answer, delivery, abort, reserve, grant, progress, writer, park }
+}
+
 /// One process.
 pub(crate) struct Worker {
     pub(crate) index: usize,
@@ -54,7 +61,7 @@ pub(crate) struct Worker {
 impl Worker {
     pub(crate) fn new(index: usize, role: Role, incarnation: u32, context: &mut Context) -> Self {
         let instance = InstanceId(context.random.id());
-        let timers = Timers::default();
+        let timers = if context.shape.hasty { hasty() } else { Timers::default() };
         Self {
             index,
             role,

@@ -51,7 +51,7 @@ impl Outcome {
                 | Event::Computed { id, .. }
                 | Event::Token { id, .. }
                 | Event::Reserved { id, .. }
-                | Event::Started { id }
+                | Event::Started { id, .. }
                 | Event::Preempted { id } => *id,
             },
         }

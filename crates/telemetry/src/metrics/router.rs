@@ -96,6 +96,11 @@ impl RouterMetrics {
         self.requests.get_or_create(&RequestLabels { mode, outcome }).inc();
     }
 
+    /// How many requests ended so.
+    pub fn num_requests_ended(&self, mode: &'static str, outcome: &'static str) -> u64 {
+        self.requests.get_or_create(&RequestLabels { mode, outcome }).get()
+    }
+
     /// Workers are read through `counts` at each scrape; it must not block.
     pub fn read_workers(&self, counts: impl Fn() -> Vec<WorkerCount> + Send + Sync + 'static) {
         self.workers.set(move || {

@@ -9,11 +9,13 @@ use prometheus_client::registry::Registry;
 use super::gauges::{Sample, ScrapedGauge, SourceSlot};
 use super::{Counter, Histogram};
 
-/// Blocks of the pool by state; `free + held + draining = total` always.
+/// Blocks of the pool by state; `free + cached + held + draining = total` always.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockCounts {
     /// On the free list.
     pub free: u64,
+    /// Only in the prefix cache: free after eviction.
+    pub cached: u64,
     /// Held by sequences.
     pub held: u64,
     /// Given back but still pinned by a lease.
@@ -52,6 +54,9 @@ pub struct WorkerMetrics {
     handoffs: Family<Outcome, Counter>,
     /// Prompt tokens run through the model here.
     pub prompt_tokens_computed: Counter,
+    /// Leading prompt tokens found in the prefix cache: not computed on a prefill worker or by a local run, not transferred to a
+    /// decode worker.
+    pub prefix_hit_tokens: Counter,
     /// Tokens sampled here.
     pub generated_tokens: Counter,
     /// KV payload bytes handed to the transport, resends included.
@@ -86,6 +91,7 @@ impl WorkerMetrics {
             registry: Arc::default(),
             handoffs: Family::default(),
             prompt_tokens_computed: Counter::default(),
+            prefix_hit_tokens: Counter::default(),
             generated_tokens: Counter::default(),
             kv_sent_bytes: Counter::default(),
             kv_received_bytes: Counter::default(),
@@ -101,9 +107,10 @@ impl WorkerMetrics {
     }
 
     fn register(&self, registry: &mut Registry) {
-        let computed = &self.prompt_tokens_computed;
+        let (computed, hits) = (&self.prompt_tokens_computed, &self.prefix_hit_tokens);
         let counters = [
             ("baton_prompt_tokens_computed", "Prompt tokens run through the model here.", computed),
+            ("baton_prefix_hit_tokens", "Prompt tokens found in the prefix cache.", hits),
             ("baton_generated_tokens", "Tokens sampled here.", &self.generated_tokens),
             ("baton_kv_sent_bytes", "KV payload bytes sent, resends included.", &self.kv_sent_bytes),
             ("baton_kv_received_bytes", "KV payload bytes received and verified.", &self.kv_received_bytes),
@@ -140,9 +147,14 @@ impl WorkerMetrics {
         self.blocks_configured.set(move || vec![Sample::new(Vec::new(), of_total().total)]);
         self.blocks.set(move || {
             let counts = counts();
-            [("free", counts.free), ("held", counts.held), ("draining", counts.draining)]
-                .map(|(state, num)| Sample::new(vec![("state", state)], num))
-                .into()
+            [
+                ("free", counts.free),
+                ("cached", counts.cached),
+                ("held", counts.held),
+                ("draining", counts.draining),
+            ]
+            .map(|(state, num)| Sample::new(vec![("state", state)], num))
+            .into()
         });
     }
 
@@ -185,17 +197,19 @@ mod tests {
         metrics.handoff_ended("committed");
         metrics.handoff_ended("busy");
         metrics.step_duration.observe(0.012);
-        metrics.read_blocks(|| BlockCounts { free: 7, held: 2, draining: 1, total: 10 });
+        metrics.read_blocks(|| BlockCounts { free: 4, cached: 3, held: 2, draining: 1, total: 10 });
         metrics.read_requests(|| StageGauges { running: 3, ..StageGauges::default() });
         let text = metrics.encode();
         for line in [
-            "baton_blocks{state=\"free\"} 7",
+            "baton_blocks{state=\"free\"} 4",
+            "baton_blocks{state=\"cached\"} 3",
             "baton_blocks{state=\"held\"} 2",
             "baton_blocks{state=\"draining\"} 1",
             "baton_blocks_total_configured 10",
             "baton_num_requests{stage=\"running\"} 3",
             "baton_num_requests{stage=\"waiting\"} 0",
             "baton_prompt_tokens_computed_total 5",
+            "baton_prefix_hit_tokens_total 0",
             "baton_generated_tokens_total 0",
             "baton_kv_sent_bytes_total 0",
             "baton_kv_received_bytes_total 0",

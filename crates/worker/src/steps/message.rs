@@ -15,7 +15,8 @@ pub trait LayerSink: Send + Sync {
     /// all layers. Called on the step thread between two layers: must not block.
     fn layer_done(&self, chunk: Range<usize>, layer: usize);
 
-    /// The first `num_tokens` tokens are complete in all layers. Called on the step thread after a step: must not block.
+    /// The first `num_tokens` tokens are complete in all layers: computed, or found in the prefix cache. Called on the
+    /// step thread between steps: must not block.
     fn tokens_done(&self, num_tokens: usize);
 }
 
@@ -60,6 +61,8 @@ pub enum SequenceEvent {
     Started {
         /// When the first step with it began; `None` when there was none yet.
         first_step: Option<Time>,
+        /// Leading prompt tokens whose KV was here already: neither computed nor transferred.
+        cached_tokens: usize,
     },
     /// Answers [`crate::Sequence::notice`]: the first step boundary at or after it.
     Boundary,

@@ -143,8 +143,10 @@ impl StepLoop {
             return;
         }
         self.scheduler.drain_events(&mut self.events);
-        let runs =
-            self.events.iter().any(|event| matches!(event, Event::Started { id: started } if *started == id));
+        let runs = self
+            .events
+            .iter()
+            .any(|event| matches!(event, Event::Started { id: started, .. } if *started == id));
         self.forward(now);
         if !runs {
             self.live.remove(&id);
@@ -181,17 +183,11 @@ impl StepLoop {
 
     fn tell(&mut self, id: SequenceId, at: Time, mut event: SequenceEvent) {
         let Some(live) = self.live.get(&id) else { return };
-        if let SequenceEvent::Started { first_step } = &mut event {
+        if let SequenceEvent::Started { first_step, .. } = &mut event {
             *first_step = live.first_step;
         }
         let last = matches!(event, SequenceEvent::Token { finish: Some(_), .. });
-        match (&event, &live.sink) {
-            (SequenceEvent::Token { .. }, _) => {
-                self.metrics.generated_tokens.inc();
-            }
-            (SequenceEvent::Computed { num_tokens }, Some(sink)) => sink.tokens_done(*num_tokens),
-            _ => {}
-        }
+        note(&self.metrics, live, &event);
         match live.events.try_send(Stamped { at, event }) {
             Ok(()) if !last => {}
             // Its handle is gone; the cancel is on its way.
@@ -234,8 +230,9 @@ impl StepLoop {
         self.metrics.step_duration.observe(started.elapsed().as_secs_f64());
         let now = self.clock.now();
         self.scheduler.apply(&self.output, now);
-        self.forward(now);
+        // Whoever hears of the step finds it counted.
         self.count();
+        self.forward(now);
         Ok(())
     }
 
@@ -277,6 +274,32 @@ impl StepLoop {
     }
 }
 
+/// Counts, and tells the sink. It hears of tokens from this thread alone, so that what it was told never goes back: what
+/// was cached first, then layer by layer what is computed.
+fn note(metrics: &WorkerMetrics, live: &Live, event: &SequenceEvent) {
+    let done = match *event {
+        SequenceEvent::Token { .. } => {
+            metrics.generated_tokens.inc();
+            return;
+        }
+        SequenceEvent::Started { cached_tokens, .. } => {
+            metrics.prefix_hit_tokens.inc_by(cached_tokens as u64);
+            return;
+        }
+        SequenceEvent::Opened { cached_tokens, .. } => {
+            metrics.prefix_hit_tokens.inc_by(cached_tokens as u64);
+            cached_tokens
+        }
+        SequenceEvent::Computed { num_tokens } => num_tokens,
+        _ => return,
+    };
+    if let Some(sink) = &live.sink
+        && done > 0
+    {
+        sink.tokens_done(done);
+    }
+}
+
 fn refuse(live: &Live, refusal: Refusal, now: Time) {
     // The channel is fresh, so there is room; a dropped handle needs no answer.
     let _ = live.events.try_send(Stamped { at: now, event: SequenceEvent::Refused(refusal) });
@@ -291,7 +314,9 @@ fn split(event: Event) -> (SequenceId, SequenceEvent) {
             (id, SequenceEvent::Token { token, logprob, index, finish })
         }
         Event::Reserved { id, lease, skip_tokens } => (id, SequenceEvent::Reserved { lease, skip_tokens }),
-        Event::Started { id } => (id, SequenceEvent::Started { first_step: None }),
+        Event::Started { id, cached_tokens } => {
+            (id, SequenceEvent::Started { first_step: None, cached_tokens })
+        }
         Event::Preempted { id } => (id, SequenceEvent::Preempted),
     }
 }

@@ -83,6 +83,10 @@ struct Bench {
 
 impl Bench {
     async fn start(layer_time: Duration, fail_after: usize) -> Self {
+        Self::start_with(layer_time, fail_after, None).await
+    }
+
+    async fn start_with(layer_time: Duration, fail_after: usize, cache_salt: Option<Vec<u8>>) -> Self {
         let pool = BlockPool::new(BLOCKS);
         let layers_done = Arc::new(AtomicUsize::new(0));
         let lifecycle = Lifecycle::default();
@@ -112,7 +116,7 @@ impl Bench {
             max_open_prompts: 2,
             lookahead: 2,
             max_receiving_share: 1.0,
-            cache_salt: None,
+            cache_salt,
             ageing_tokens_per_s: 0.0,
         };
         let scheduler = Scheduler::new(config, pool.clone());
@@ -246,7 +250,10 @@ async fn a_remote_sequence_reserves_commits_and_runs() {
     assert!(matches!(next(&mut sequence).await, SequenceEvent::Boundary));
     drop(lease);
     sequence.commit(FirstToken { token: 7, finished: false }).await;
-    assert!(matches!(next(&mut sequence).await, SequenceEvent::Started { first_step: None }));
+    assert!(matches!(
+        next(&mut sequence).await,
+        SequenceEvent::Started { first_step: None, cached_tokens: 0 }
+    ));
     for want in 1..4 {
         let SequenceEvent::Token { index, finish, .. } = next(&mut sequence).await else {
             panic!("no token")
@@ -308,6 +315,25 @@ async fn a_prefill_is_offered_granted_computed_in_chunks_and_held_until_dropped(
     let mut want: Vec<_> = (0..LAYERS).map(|layer| (0..64, Some(layer))).collect();
     want.push((0..64, None));
     want.extend((0..LAYERS).map(|layer| (64..70, Some(layer))));
+    want.push((0..70, None));
+    assert_eq!(*record.0.lock().unwrap(), want);
+}
+
+#[tokio::test]
+async fn a_sink_hears_of_cached_tokens_first_and_of_nothing_less_later() {
+    let bench = Bench::start_with(Duration::ZERO, usize::MAX, Some(Vec::new())).await;
+    tokens(&mut bench.submit(Origin::Local, 50, 1).await).await;
+    let record = Arc::new(Record::default());
+    let mut new = submission(Origin::Prefill, 70, 9);
+    new.sink = Some(Arc::clone(&record) as Arc<dyn LayerSink>);
+    let mut sequence = bench.steps.submit(new).await.unwrap();
+    assert!(matches!(next(&mut sequence).await, SequenceEvent::NearHead));
+    sequence.grant(0).await;
+    // Whoever reads the events is late: everything is computed before it looks at the first.
+    bench.steps.load().wait_for(|load| load.counts.held == 1).await.unwrap();
+    assert!(matches!(next(&mut sequence).await, SequenceEvent::Opened { cached_tokens: 48, .. }));
+    let mut want = vec![(0..48, None)];
+    want.extend((0..LAYERS).map(|layer| (48..70, Some(layer))));
     want.push((0..70, None));
     assert_eq!(*record.0.lock().unwrap(), want);
 }
