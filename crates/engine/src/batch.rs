@@ -125,6 +125,21 @@ impl Batch {
         if next_token != plan.tokens.len() {
             return Err(format!("rows hold {next_token} of {} tokens", plan.tokens.len()));
         }
+        self.check_reads(plan, layout)
+    }
+
+    /// No row reads a block that another writes in this step: rows are computed in no order. Every row was added before.
+    fn check_reads(&self, plan: &StepPlan, layout: &KvLayout) -> Result<(), String> {
+        for (n, row) in plan.rows.iter().enumerate() {
+            // From here on the row's blocks are its own to write.
+            let read = &plan.blocks[row.blocks.clone()][..row.position / layout.block_size];
+            if let Some(block) = read.iter().find(|&&block| self.written[block as usize] == self.step) {
+                let id = row.id.0;
+                return Err(format!(
+                    "row {n} (sequence {id}): block {block} is read and written in this step"
+                ));
+            }
+        }
         Ok(())
     }
 

@@ -49,6 +49,11 @@ fn every_contradiction_is_named() {
     table.rows[0].blocks = 0..2;
     let mut twice = row(0, 3, &[1]);
     twice.push(SequenceId(8), 0, &[5], &[1], Logits::None);
+    // Whichever row comes first.
+    let mut read = row(0, 3, &[1]);
+    read.push(SequenceId(8), 16, &[5], &[1, 2], Logits::None);
+    let mut read_before = row(17, 3, &[1, 2]);
+    read_before.push(SequenceId(8), 0, &[5], &[1], Logits::None);
     let mut copy = row(0, 3, &[1]);
     copy.copies.push(BlockCopy { from: 1, to: 10 });
     let mut own = row(0, 3, &[1]);
@@ -74,6 +79,9 @@ fn every_contradiction_is_named() {
         ),
         (twice, "row 1 (sequence 8): block 1 is written twice in this step"),
         (row(16, 20, &[1, 2, 2]), "row 0 (sequence 7): block 2 is written twice in this step"),
+        (read, "row 1 (sequence 8): block 1 is read and written in this step"),
+        (read_before, "row 0 (sequence 7): block 1 is read and written in this step"),
+        (row(16, 3, &[1, 1]), "row 0 (sequence 7): block 1 is read and written in this step"),
         (copy, "copy of block 1 to 10 of 10"),
         (own, "copy of block 2 to 2 of 10"),
         (cold, "row 0 (sequence 7): temperature is -1, from 0 up is possible"),

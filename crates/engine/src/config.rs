@@ -12,11 +12,20 @@ use crate::weights::ModelWeights;
 /// What the matrix products compute in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Precision {
-    /// The best that this machine and this model allow; f32 for now.
+    /// The fastest: [`Precision::Int8`].
     #[default]
     Auto,
+    /// Activations rounded to 8 bits, 32 at a time, where they meet quantised weights; f32 elsewhere.
+    Int8,
     /// Weights widened to f32, activations f32.
     F32,
+}
+
+impl Precision {
+    /// Whether quantised weights meet quantised activations.
+    pub(crate) const fn is_int8(self) -> bool {
+        matches!(self, Precision::Auto | Precision::Int8)
+    }
 }
 
 /// A CPU engine's settings.
@@ -75,7 +84,7 @@ pub struct MemoryNeeded {
 pub fn memory_needed(model: &Model, config: &CpuEngineConfig) -> Result<MemoryNeeded, EngineBuildError> {
     let config = CpuEngineConfig { num_blocks: 1, ..config.clone() };
     let kernels = config.check(&model.config)?;
-    let layout = kv_layout(model, &config, kernels, "");
+    let layout = kv_layout(model, &config, kernels, None);
     Ok(MemoryNeeded {
         weights_bytes: ModelWeights::bytes_needed(model)?,
         scratch_bytes: scratch::bytes_needed(&model.config, &config),
@@ -125,15 +134,18 @@ impl CpuEngineConfig {
 }
 
 /// How this engine lays out KV. The numerics id names everything that decides the bits of KV and logits: whether a
-/// multiply-add rounds once, KV's element type, the weights' storage.
+/// multiply-add rounds once, whether activations are rounded to 8 bits, KV's element type, the weights' storage.
 pub(crate) fn kv_layout(
     source: &dyn WeightSource,
     config: &CpuEngineConfig,
     kernels: &Kernels,
-    weight_format: &str,
+    weights: Option<&ModelWeights>,
 ) -> KvLayout {
     let model = source.config();
-    let path = if kernels.fused { "cpu-f32-fma" } else { "cpu-f32-mul-add" };
+    let int8 = config.precision.is_int8() && weights.is_some_and(ModelWeights::any_quantised);
+    let precision = if int8 { "int8" } else { "f32" };
+    let rounding = if kernels.fused { "fma" } else { "mul-add" };
+    let weight_format = weights.map(ModelWeights::format_name).unwrap_or_default();
     KvLayout {
         model_digest: source.digest(),
         num_layers: model.num_layers,
@@ -142,7 +154,7 @@ pub(crate) fn kv_layout(
         block_size: config.block_size,
         dtype: config.kv_dtype,
         arrangement: "k[head][dim][token] v[head][token][dim]".to_owned(),
-        numerics_id: format!("{path}/kv-{}/{weight_format}", config.kv_dtype),
+        numerics_id: format!("cpu-{precision}-{rounding}/kv-{}/{weight_format}", config.kv_dtype),
     }
 }
 

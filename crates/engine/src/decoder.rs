@@ -4,27 +4,30 @@
 //! the columns of its tiles, in attention the outputs of its (head, unit) pairs. A stage reads only what stages before
 //! it wrote. These two sentences are the reason why every raw access below is sound.
 
+mod attend;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use baton_kv::{BlockMemory, KvDtype};
 use baton_model::ModelConfig;
 use baton_scheduler::{Flow, StepPlan};
 
 use crate::arena::Arena;
 use crate::barrier::Broken;
 use crate::batch::{Batch, Purpose};
-use crate::kernels::{Attend, Kernels, LANES, Matmul, Norm, SiluMul, StoreHalf};
+use crate::kernels::{Int8Matmul, Kernels, LANES, Matmul, Norm, Quantise, SiluMul, record};
 use crate::rope::Rope;
 use crate::sampler::{self, Drawn};
 use crate::scratch::{LOGIT_ROWS, Matrix, Scratch};
 use crate::team::Member;
-use crate::weights::{LayerWeights, Linear, ModelWeights, Packed};
+use crate::weights::{LayerWeights, Linear, ModelWeights, Packed, QUANT_BLOCK};
 
 /// The model with everything that a step needs.
 pub(crate) struct Decoder {
     pub(crate) weights: ModelWeights,
     pub(crate) config: ModelConfig,
+    /// Quantised weights meet quantised activations.
+    pub(crate) int8: bool,
     pub(crate) kernels: &'static Kernels,
     pub(crate) rope: Rope,
     pub(crate) scratch: Scratch,
@@ -134,12 +137,14 @@ impl Decoder {
         m.wait()?;
         self.attend(m, step, n);
         m.wait()?;
+        self.quantise(m, s.attended, self.config.num_heads * self.config.head_dim, rows)?;
         self.linear(m, &layer.attn_output, s.attended, s.projected, rows);
         m.wait()?;
         self.add_and_norm(m, rows, true, &layer.ffn_norm);
         m.wait()?;
         self.gate_and_up(m, layer, rows);
         m.wait()?;
+        self.quantise(m, s.gate, self.config.ffn, rows)?;
         self.linear(m, &layer.down, s.gate, s.projected, rows);
         Ok(())
     }
@@ -175,6 +180,25 @@ impl Decoder {
             Norm { x, weight: weight.as_ptr(), out, len: self.config.hidden, eps: self.config.rms_eps };
         // SAFETY: see the top of the file; rows and weight are padded with zeros to whole vectors.
         unsafe { (self.kernels.norm)(&norm) }
+        self.quantise_row(self.scratch.normed, to, self.config.hidden);
+    }
+
+    /// Quantises the rows of `x`, which the next matrix product takes; ends with a barrier.
+    fn quantise(&self, m: Member<'_>, x: Matrix, cols: usize, rows: usize) -> Result<(), Broken> {
+        if !self.int8 {
+            return Ok(());
+        }
+        m.share(rows).for_each(|t| self.quantise_row(x, t, cols));
+        m.wait()
+    }
+
+    /// One row. A length that is no multiple of 32 has no quantised weights to meet.
+    fn quantise_row(&self, x: Matrix, t: usize, cols: usize) {
+        if self.int8 && cols.is_multiple_of(QUANT_BLOCK) {
+            let out = self.scratch.quantised.row(0).cast::<u8>().wrapping_add(record(t, cols));
+            // SAFETY: see the top of the file; there is room for the records of a step's rows of the largest length.
+            unsafe { (self.kernels.quantise)(&Quantise { x: x.row(t), len: cols, out }) }
+        }
     }
 
     /// A member's column tiles of `out = x * weights`.
@@ -201,6 +225,20 @@ impl Decoder {
         out: Matrix,
         rows: usize,
     ) {
+        let scratch = self.scratch.members[m.index()].matmul.row(0);
+        if self.int8 && weights.shape().is_quantised() {
+            let matmul = Int8Matmul {
+                weights,
+                tiles,
+                x: self.scratch.quantised.row(0).cast_const().cast(),
+                num_rows: rows,
+                out: out.row(0),
+                out_stride: out.stride(),
+                scratch,
+            };
+            // SAFETY: see the top of the file; `x` was quantised before the last barrier.
+            return unsafe { (self.kernels.matmul_int8)(&matmul) };
+        }
         let matmul = Matmul {
             weights,
             tiles,
@@ -209,109 +247,10 @@ impl Decoder {
             num_rows: rows,
             out: out.row(0),
             out_stride: out.stride(),
-            scratch: self.scratch.members[m.index()].matmul.row(0),
+            scratch,
         };
         // SAFETY: see the top of the file; matrices have room for whole tiles.
         unsafe { (self.kernels.matmul)(&matmul) }
-    }
-
-    /// Turns queries and keys by their positions, and writes K and V to their blocks.
-    fn rotate_and_store(&self, m: Member<'_>, step: Step<'_>, layer: usize) {
-        let (c, base) = (&self.config, self.arena.layer(layer));
-        let block_bytes = self.arena.layout().block_layer_bytes();
-        let [_, (_, k_column), (_, v_column)] = &self.weights.layers[layer].qkv.parts[..] else { return };
-        for t in m.share(step.batch.places.len()) {
-            let place = step.batch.places[t];
-            let qkv = self.scratch.qkv.row(t);
-            // SAFETY: see the top of the file; a row holds q, k and v at these columns. The plan was checked: the block
-            // lies in the arena and belongs to this row alone.
-            unsafe {
-                let turns = std::slice::from_raw_parts(self.scratch.turns.row(t), c.head_dim);
-                let heads = |column: usize, num: usize| {
-                    std::slice::from_raw_parts_mut(qkv.add(column), num * c.head_dim)
-                };
-                heads(0, c.num_heads).chunks_exact_mut(c.head_dim).for_each(|h| self.rope.apply(h, turns));
-                let k = heads(*k_column, c.num_kv_heads);
-                k.chunks_exact_mut(c.head_dim).for_each(|h| self.rope.apply(h, turns));
-                let v = heads(*v_column, c.num_kv_heads);
-                let block = base.add(place.block as usize * block_bytes);
-                self.store_kv(block, place.slot as usize, k, v);
-            }
-        }
-    }
-
-    /// Writes one token's K (`[head][element][token]`) and V (`[head][token][element]`) to a block.
-    ///
-    /// # Safety
-    /// `block` is a block of one layer that nobody else reads or writes at this slot.
-    unsafe fn store_kv(&self, block: *mut u8, slot: usize, k: &[f32], v: &[f32]) {
-        let (size, head_dim) = (self.arena.layout().block_size, self.config.head_dim);
-        match self.arena.layout().dtype {
-            // SAFETY: K and V are `len * size` elements each, and `slot` is below `size`.
-            KvDtype::F32 => unsafe {
-                let block = block.cast::<f32>();
-                for (i, &x) in k.iter().enumerate() {
-                    block.add(i * size + slot).write(x);
-                }
-                for (head, v) in v.chunks_exact(head_dim).enumerate() {
-                    let to = block.add(k.len() * size + (head * size + slot) * head_dim);
-                    std::ptr::copy_nonoverlapping(v.as_ptr(), to, head_dim);
-                }
-            },
-            // SAFETY: as above; a head is a multiple of 16 and at most 256.
-            KvDtype::F16 => unsafe {
-                let block = block.cast::<u16>();
-                for (head, k) in k.chunks_exact(head_dim).enumerate() {
-                    let mut rounded = [0u16; crate::kernels::MAX_HEAD_DIM];
-                    let half = StoreHalf { x: k.as_ptr(), out: rounded.as_mut_ptr(), len: head_dim };
-                    (self.kernels.store_half)(&half);
-                    for (d, &x) in rounded[..head_dim].iter().enumerate() {
-                        block.add((head * head_dim + d) * size + slot).write(x);
-                    }
-                }
-                for (head, v) in v.chunks_exact(head_dim).enumerate() {
-                    let out = block.add(k.len() * size + (head * size + slot) * head_dim);
-                    (self.kernels.store_half)(&StoreHalf { x: v.as_ptr(), out, len: head_dim });
-                }
-            },
-        }
-    }
-
-    fn attend(&self, m: Member<'_>, step: Step<'_>, layer: usize) {
-        let (c, layout) = (&self.config, self.arena.layout());
-        let group = c.num_heads / c.num_kv_heads;
-        let units = &step.batch.units;
-        let (q, out) = (self.scratch.qkv, self.scratch.attended);
-        for pair in step.batch.attention_share(m.index(), m.count(), c.num_kv_heads) {
-            let (kv_head, unit) = (pair / units.len(), &units[pair % units.len()]);
-            let column = kv_head * group * c.head_dim;
-            let attend = Attend {
-                q: q.row(unit.first_token).wrapping_add(column),
-                q_stride: q.stride(),
-                out: out.row(unit.first_token).wrapping_add(column),
-                out_stride: out.stride(),
-                num_rows: unit.num_tokens,
-                position: unit.position,
-                group,
-                head_dim: c.head_dim,
-                kv_head,
-                num_kv_heads: c.num_kv_heads,
-                block_size: layout.block_size,
-                blocks: &step.plan.blocks[unit.blocks.clone()],
-                layer: self.arena.layer(layer),
-                block_bytes: layout.block_layer_bytes(),
-                scale: 1.0 / (c.head_dim as f32).sqrt(),
-                scratch: self.scratch.members[m.index()].attend.row(0),
-            };
-            // SAFETY: see the top of the file; the plan was checked, so the table covers the unit's positions and its
-            // blocks lie in the arena; this step's K and V were written before the last barrier.
-            unsafe {
-                match layout.dtype {
-                    KvDtype::F32 => (self.kernels.attend_f32)(&attend),
-                    KvDtype::F16 => (self.kernels.attend_f16)(&attend),
-                }
-            }
-        }
     }
 
     /// `gate = silu(normed * gate) * (normed * up)`, each member in its own columns.

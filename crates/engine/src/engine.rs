@@ -48,7 +48,7 @@ impl CpuEngine {
         let model = source.config().clone();
         let kernels = config.check(&model)?;
         let weights = ModelWeights::load(source)?;
-        let layout = kv_layout(source, &config, kernels, &weights.format_name());
+        let layout = kv_layout(source, &config, kernels, Some(&weights));
         let arena = Arc::new(Arena::new(layout, config.num_blocks)?);
         let bounds = Bounds {
             num_blocks: config.num_blocks,
@@ -58,6 +58,7 @@ impl CpuEngine {
             group: model.num_heads / model.num_kv_heads,
         };
         let decoder = Decoder {
+            int8: config.precision.is_int8() && weights.any_quantised(),
             weights,
             kernels,
             rope: Rope::new(&model),

@@ -4,11 +4,14 @@ use std::sync::Mutex;
 
 use baton_model::ModelConfig;
 
-use crate::config::CpuEngineConfig;
+use crate::config::{CpuEngineConfig, Precision};
 use crate::error::EngineBuildError;
-use crate::kernels::{ATTEND_SCRATCH_FLOATS, LANES, MATMUL_SCRATCH_FLOATS};
+use crate::kernels::{
+    ATTEND_SCRATCH_FLOATS, INT8_SCRATCH_FLOATS, LANES, MATMUL_SCRATCH_FLOATS, ROW_GROUP, group_bytes,
+};
 use crate::region::Region;
 use crate::sampler::SamplerScratch;
+use crate::weights::QUANT_BLOCK;
 
 /// Rows whose logits are computed together.
 pub(crate) const LOGIT_ROWS: usize = 16;
@@ -70,6 +73,8 @@ pub(crate) struct Scratch {
     pub(crate) up: Matrix,
     /// `T` x head: cosines, then sines.
     pub(crate) turns: Matrix,
+    /// Row 0 begins the quantised input of the next matrix product, in groups of 16 rows of records.
+    pub(crate) quantised: Matrix,
     /// [`LOGIT_ROWS`] x vocabulary.
     pub(crate) logits: Matrix,
     pub(crate) members: Vec<MemberScratch>,
@@ -97,13 +102,24 @@ fn shapes(model: &ModelConfig, config: &CpuEngineConfig) -> Vec<(usize, usize)> 
         (t, stride(model.ffn)),
         (t, stride(model.ffn)),
         (t, stride(model.head_dim)),
+        (1, quantised_floats(model, config)),
         (LOGIT_ROWS, stride(model.vocab)),
     ];
     for _ in 0..config.num_threads {
-        all.push((1, MATMUL_SCRATCH_FLOATS));
+        all.push((1, MATMUL_SCRATCH_FLOATS.max(INT8_SCRATCH_FLOATS)));
         all.push((1, ATTEND_SCRATCH_FLOATS));
     }
     all
+}
+
+/// What the widest matrix's input takes when it is quantised.
+fn quantised_floats(model: &ModelConfig, config: &CpuEngineConfig) -> usize {
+    if config.precision == Precision::F32 {
+        return 0;
+    }
+    let widest = model.hidden.max(model.num_heads * model.head_dim).max(model.ffn);
+    let groups = config.max_step_tokens.max(LOGIT_ROWS).div_ceil(ROW_GROUP);
+    groups * group_bytes(widest.next_multiple_of(QUANT_BLOCK)) / size_of::<f32>()
 }
 
 /// Bytes of scratch, the samplers' included.
@@ -137,6 +153,7 @@ impl Scratch {
             gate: take(),
             up: take(),
             turns: take(),
+            quantised: take(),
             logits: take(),
             members: (0..config.num_threads)
                 .map(|_| MemberScratch {

@@ -5,9 +5,10 @@ mod support;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use baton_engine::CpuEngineConfig;
-use baton_model::Model;
+use baton_engine::{CpuEngineConfig, WeightSource};
+use baton_model::{Model, WeightType};
 use baton_scheduler::{Logits, RowSampling, SamplingParams};
+use support::random_model::{RandomModel, config};
 use support::{Rig, greedy};
 
 struct Counting;
@@ -33,8 +34,14 @@ static ALLOCATOR: Counting = Counting;
 
 #[test]
 fn a_steady_step_allocates_nothing() {
+    count(&Model::tiny());
+    // Quantised weights, so quantised activations.
+    count(&RandomModel::new(1, config(WeightType::Q4_1), WeightType::Q4_1));
+}
+
+fn count(source: &dyn WeightSource) {
     let engine = CpuEngineConfig { num_blocks: 40, num_threads: 2, ..CpuEngineConfig::default() };
-    let mut rig = Rig::new(&Model::tiny(), engine);
+    let mut rig = Rig::new(source, engine);
     let mut sequences: Vec<_> = (0..4).map(|_| rig.sequence(100)).collect();
     let tokens: Vec<u32> = (0..60).collect();
     let params = SamplingParams { temperature: 0.8, top_p: 0.9, top_k: 40, ..SamplingParams::GREEDY };

@@ -1,9 +1,11 @@
 //! The same bits however the work is cut: chunk sizes, company in the batch, threads, block tables, prefill or
-//! decode rows, for every instruction set and both element types of KV. Memory that no token has written is NaN.
+//! decode rows, for every instruction set, both precisions and both element types of KV. Memory that no token has written is NaN.
 
 mod support;
 
-use baton_engine::{CpuEngineConfig, Isa};
+use std::collections::HashSet;
+
+use baton_engine::{CpuEngineConfig, Isa, Precision};
 use baton_kv::{BlockMemory, BlockPool, BlockTable, KvDtype};
 use baton_model::{ModelConfig, WeightType};
 use baton_scheduler::{BlockCopy, Engine, EngineError, Flow, Logits};
@@ -34,19 +36,24 @@ fn poison(rig: &mut Rig, seed: u64) {
     Random(seed).shuffle(&mut rig.free);
 }
 
-fn rig(model: &RandomModel, isa: Isa, kv_dtype: KvDtype, num_threads: usize) -> Rig {
+const PRECISIONS: [Precision; 2] = [Precision::Int8, Precision::F32];
+
+fn engine(isa: Isa, precision: Precision) -> CpuEngineConfig {
     let num_blocks = 3 * LENGTH.div_ceil(16) + 8;
-    let engine = CpuEngineConfig {
-        num_blocks,
-        kv_dtype,
-        num_threads,
-        isa: Some(isa),
-        max_step_tokens: 600,
-        ..CpuEngineConfig::default()
-    };
+    let isa = Some(isa);
+    CpuEngineConfig { num_blocks, precision, isa, max_step_tokens: 600, ..CpuEngineConfig::default() }
+}
+
+fn rig(model: &RandomModel, engine: CpuEngineConfig) -> Rig {
+    let seed = engine.num_threads as u64;
     let mut rig = Rig::new(model, engine);
-    poison(&mut rig, num_threads as u64);
+    poison(&mut rig, seed);
     rig
+}
+
+/// The best instruction set in the default precision.
+fn best(num_threads: usize) -> CpuEngineConfig {
+    CpuEngineConfig { num_threads, ..engine(Isa::available()[0], Precision::Auto) }
 }
 
 /// Logits of the test prompt with other prompts beside it in the same steps: chunks of random sizes.
@@ -79,26 +86,33 @@ fn in_company(rig: &mut Rig, tokens: &[u32], vocab: usize, random: &mut Random) 
 
 #[test]
 fn logits_are_the_same_bits_however_the_work_is_cut() {
+    for isa in Isa::available() {
+        for precision in PRECISIONS {
+            for kv_dtype in [KvDtype::F16, KvDtype::F32] {
+                cut_in_every_way(CpuEngineConfig { kv_dtype, ..engine(isa, precision) });
+            }
+        }
+    }
+}
+
+fn cut_in_every_way(engine: CpuEngineConfig) {
     let model = model();
     let vocab = model.config.vocab;
     let tokens = Random(22).tokens(LENGTH, vocab);
-    for isa in Isa::available() {
-        for kv_dtype in [KvDtype::F16, KvDtype::F32] {
-            let mut want = None;
-            for num_threads in [1, 2, 3] {
-                let mut rig = rig(&model, isa, kv_dtype, num_threads);
-                for chunk in [512, 64, 16, 3, 1] {
-                    let mut sequence = rig.sequence(LENGTH);
-                    let got = bits(&rig.logits(&mut sequence, &tokens, chunk));
-                    rig.release(sequence);
-                    let want = want.get_or_insert_with(|| got.clone());
-                    assert!(*want == got, "{isa:?}, {kv_dtype}, {num_threads} threads, chunks of {chunk}");
-                }
-                let seed = 100 + num_threads as u64;
-                let got = bits(&in_company(&mut rig, &tokens, vocab, &mut Random(seed)));
-                assert!(want.as_ref() == Some(&got), "{isa:?}, {kv_dtype}, in company, seed {seed}");
-            }
+    let what = format!("{:?}, {:?}, {}", engine.isa, engine.precision, engine.kv_dtype);
+    let mut want = None;
+    for num_threads in [1, 2, 3] {
+        let mut rig = rig(&model, CpuEngineConfig { num_threads, ..engine.clone() });
+        for chunk in [512, 64, 16, 3, 1] {
+            let mut sequence = rig.sequence(LENGTH);
+            let got = bits(&rig.logits(&mut sequence, &tokens, chunk));
+            rig.release(sequence);
+            let want = want.get_or_insert_with(|| got.clone());
+            assert!(*want == got, "{what}, {num_threads} threads, chunks of {chunk}");
         }
+        let seed = 100 + num_threads as u64;
+        let got = bits(&in_company(&mut rig, &tokens, vocab, &mut Random(seed)));
+        assert!(want.as_ref() == Some(&got), "{what}, in company, seed {seed}");
     }
 }
 
@@ -109,8 +123,9 @@ fn instruction_sets_of_one_numerics_id_agree() {
     let model = model();
     let tokens = Random(23).tokens(300, model.config.vocab);
     let mut seen: Vec<(String, Isa, Vec<u32>)> = Vec::new();
-    for isa in Isa::available() {
-        let mut rig = rig(&model, isa, KvDtype::F16, 1);
+    let every = Isa::available().into_iter().flat_map(|isa| PRECISIONS.map(|precision| (isa, precision)));
+    for (isa, precision) in every {
+        let mut rig = rig(&model, engine(isa, precision));
         let mut sequence = rig.sequence(LENGTH);
         let got = bits(&rig.logits(&mut sequence, &tokens, 100));
         let id = rig.engine.layout().numerics_id.clone();
@@ -119,13 +134,15 @@ fn instruction_sets_of_one_numerics_id_agree() {
         }
         seen.push((id, isa, got));
     }
+    let precisions: HashSet<_> = seen.iter().map(|(_, _, got)| got).collect();
+    assert!(precisions.len() >= 2, "int8 is another arithmetic than f32");
 }
 
 #[test]
 fn a_step_left_after_a_layer_leaves_no_trace() {
     let model = model();
     let tokens = Random(24).tokens(70, model.config.vocab);
-    let mut rig = rig(&model, Isa::available()[0], KvDtype::F16, 2);
+    let mut rig = rig(&model, best(2));
     let mut sequence = rig.sequence(LENGTH);
     let want = bits(&rig.logits(&mut sequence, &tokens, 512));
     rig.release(sequence);
@@ -154,7 +171,7 @@ fn a_step_left_after_a_layer_leaves_no_trace() {
 fn on_layer_is_called_once_for_each_layer_with_its_kv_complete() {
     let model = model();
     let tokens = Random(25).tokens(40, model.config.vocab);
-    let mut rig = rig(&model, Isa::available()[0], KvDtype::F16, 2);
+    let mut rig = rig(&model, best(2));
     let mut table = BlockTable::new();
     table.extend(BlockPool::new(3).allocate(3).unwrap());
     let lease = table.read_lease();
@@ -179,7 +196,7 @@ fn on_layer_is_called_once_for_each_layer_with_its_kv_complete() {
 fn a_copied_block_serves_as_the_one_it_was_copied_from() {
     let model = model();
     let tokens = Random(26).tokens(40, model.config.vocab);
-    let mut rig = rig(&model, Isa::available()[0], KvDtype::F16, 1);
+    let mut rig = rig(&model, best(1));
     let mut sequence = rig.sequence(LENGTH);
     rig.logits(&mut sequence, &tokens[..35], 512);
     let mut fork = rig.sequence(LENGTH);
@@ -194,7 +211,7 @@ fn a_copied_block_serves_as_the_one_it_was_copied_from() {
 #[test]
 fn a_nan_in_kv_is_fatal_and_names_itself() {
     let model = model();
-    let mut rig = rig(&model, Isa::available()[0], KvDtype::F16, 1);
+    let mut rig = rig(&model, best(1));
     let mut sequence = rig.sequence(LENGTH);
     // Position 5 of a sequence whose first five tokens were never written: poison.
     sequence.done = 5;

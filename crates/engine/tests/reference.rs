@@ -1,8 +1,8 @@
-//! The engine against a plain f64 forward pass, for every instruction set and every storage of weights.
+//! The engine in f32 against a plain f64 forward pass, for every instruction set and every storage of weights.
 
 mod support;
 
-use baton_engine::{CpuEngineConfig, Isa, WeightSource};
+use baton_engine::{CpuEngineConfig, Isa, Precision, WeightSource};
 use baton_kv::{BlockMemory, BlockPool, BlockSlice, BlockTable, KvDtype};
 use baton_model::{ModelConfig, RopeStyle, WeightType};
 use baton_scheduler::Logits;
@@ -17,6 +17,7 @@ fn worst_difference(got: &[f32], want: &[f64]) -> f64 {
 }
 
 fn compare(model: &RandomModel, engine: CpuEngineConfig, num_tokens: usize, chunk: usize) {
+    let engine = CpuEngineConfig { precision: Precision::F32, ..engine };
     let kind = model.tensor("token_embd.weight").unwrap().kind;
     let what = format!("{:?}, {kind}, blocks of {}", engine.isa, engine.block_size);
     let mut rig = Rig::new(model, engine);

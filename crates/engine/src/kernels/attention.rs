@@ -251,18 +251,21 @@ unsafe fn score_piece<S: Simd, E: Element, const Q: usize, const C: usize>(
 ) {
     // SAFETY: a chunk lies within one block, since a block is a multiple of 16 tokens.
     unsafe {
-        let mut k = [std::ptr::null::<E>(); C];
+        let (mut k, mut v) = ([std::ptr::null::<E>(); C], [std::ptr::null::<E>(); C]);
         for (c, k) in k.iter_mut().enumerate() {
             let token = (at + c) * LANES;
             let (block, slot) = (token / a.block_size, token % a.block_size);
             *k = tile.k[block].add(slot);
-            if first == 0 && a.num_rows == 1 {
-                prefetch::<S, E>(tile.v[block].add(slot * a.head_dim), LANES * a.head_dim * size_of::<E>());
-            }
+            v[c] = tile.v[block].add(slot * a.head_dim);
         }
+        let ahead = first == 0 && a.num_rows == 1;
         let q = qs.q.add(first * MAX_HEAD_DIM);
         let mut acc = [[S::zero(); C]; Q];
         for d in 0..a.head_dim {
+            // V of these tokens is as large as K: as much of it is asked for as K is read, so that requests never pile up.
+            if ahead && (d * LANES * size_of::<E>()).is_multiple_of(LINE) {
+                v.iter().for_each(|v| S::prefetch_far(v.add(d * LANES).cast()));
+            }
             let mut keys = [S::zero(); C];
             for (c, keys) in keys.iter_mut().enumerate() {
                 *keys = E::load::<S>(k[c].add(d * a.block_size));
@@ -383,11 +386,13 @@ unsafe fn value_piece<S: Simd, E: Element, const Q: usize, const D: usize>(
         while t < to {
             let block_end = (t / a.block_size + 1) * a.block_size;
             let next_k = tile.next_k[t / a.block_size];
-            if first == 0 && at == 0 && !next_k.is_null() {
-                prefetch::<S, E>(next_k, a.block_size * a.head_dim * size_of::<E>());
-            }
+            let ahead = first == 0 && at == 0 && !next_k.is_null();
             let mut v = tile.v[t / a.block_size].add(t % a.block_size * a.head_dim + at * LANES);
             for t in t..block_end.min(to) {
+                if ahead {
+                    let part = next_k.wrapping_add(t % a.block_size * a.head_dim);
+                    prefetch::<S, E>(part, a.head_dim * size_of::<E>());
+                }
                 let mut row = [S::zero(); D];
                 for (d, row) in row.iter_mut().enumerate() {
                     *row = E::load::<S>(v.add(d * LANES));

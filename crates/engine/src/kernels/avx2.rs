@@ -57,7 +57,12 @@ macro_rules! ops {
 impl Avx2 {
     ops! {
         fn nibble8(x: __m256i) -> __m256 = _mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(15)));
-        fn i8x8(p: *const i8) -> __m256 = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())));
+        fn byte8(x: __m256i) -> __m256 = _mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(255)));
+        fn low8(x: __m256i) -> __m256i = _mm256_and_si256(x, _mm256_set1_epi8(15));
+        fn word(x: *const u8) -> __m256i = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
+        // Pairs of products stay below 2^15 as long as one factor's bytes are below 128.
+        fn dot8(sum: __m256i, w: __m256i, x: __m256i) -> __m256i = _mm256_add_epi32(sum,
+            _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
         fn bf16x8(p: *const u16) -> __m256 = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(
             _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()))));
         fn f16x8(p: *mut u16, x: __m256) =
@@ -77,6 +82,7 @@ impl Simd for Avx2 {
     type I = IntPair;
     const MAX_ROWS: usize = 6;
     const MAX_ACCUMULATORS: usize = 6;
+    const MAX_QUANT_ROWS: usize = 2;
 
     ops! {
         fn zero() -> Pair = (_mm256_setzero_ps(), _mm256_setzero_ps());
@@ -95,9 +101,28 @@ impl Simd for Avx2 {
             Self::f16x8(p.add(8), x.1);
         };
         fn load_bf16(p: *const u16) -> Pair = (Self::bf16x8(p), Self::bf16x8(p.add(8)));
-        fn load_i8(p: *const i8) -> Pair = (Self::i8x8(p), Self::i8x8(p.add(8)));
         fn load_u32(p: *const u32) -> IntPair =
             (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(8).cast()));
+        fn store_u32(p: *mut u32, x: IntPair) = {
+            _mm256_storeu_si256(p.cast(), x.0);
+            _mm256_storeu_si256(p.add(8).cast(), x.1);
+        };
+        fn low_byte(x: IntPair) -> Pair = (Self::byte8(x.0), Self::byte8(x.1));
+        fn next_byte(x: IntPair) -> IntPair = (_mm256_srli_epi32::<8>(x.0), _mm256_srli_epi32::<8>(x.1));
+        fn low_nibbles(x: IntPair) -> IntPair = (Self::low8(x.0), Self::low8(x.1));
+        fn high_nibbles(x: IntPair) -> IntPair =
+            (Self::low8(_mm256_srli_epi32::<4>(x.0)), Self::low8(_mm256_srli_epi32::<4>(x.1)));
+        fn zero_i32() -> IntPair = (_mm256_setzero_si256(), _mm256_setzero_si256());
+        fn splat_i32(p: *const u8) -> IntPair = (Self::word(p), Self::word(p));
+        fn to_float(x: IntPair) -> Pair = (_mm256_cvtepi32_ps(x.0), _mm256_cvtepi32_ps(x.1));
+        fn store_quants(p: *mut u8, x: Pair) = {
+            // Packing works within 128 bits: the lanes end as 0-3, 8-11, 4-7, 12-15 and are put back in order.
+            let words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.0), _mm256_cvtps_epi32(x.1));
+            let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
+            let bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
+            let order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+            _mm_storeu_si128(p.cast(), _mm_shuffle_epi8(bytes, order));
+        };
         fn low_nibble(x: IntPair) -> Pair = (Self::nibble8(x.0), Self::nibble8(x.1));
         fn next_nibble(x: IntPair) -> IntPair = (_mm256_srli_epi32::<4>(x.0), _mm256_srli_epi32::<4>(x.1));
         fn add(a: Pair, b: Pair) -> Pair = (_mm256_add_ps(a.0, b.0), _mm256_add_ps(a.1, b.1));
@@ -119,6 +144,28 @@ impl Simd for Avx2 {
         fn largest(x: Pair) -> f32 = largest8(_mm256_max_ps(x.0, x.1));
         fn prefetch_far(p: *const u8) = _mm_prefetch::<_MM_HINT_T1>(p.cast());
     }
+
+    #[inline(always)]
+    unsafe fn dot<const WIDE: bool>(sum: IntPair, w: IntPair, x: *const u8) -> IntPair {
+        // SAFETY: by the trait's contract the CPU has AVX2 and `x` covers 4 bytes.
+        unsafe {
+            let x = Self::word(x);
+            if !WIDE {
+                return (Self::dot8(sum.0, w.0, x), Self::dot8(sum.1, w.1, x));
+            }
+            // w is 128 less its distance to 128, which is at most 128 and takes its sign from w to x.
+            let off = _mm256_set1_epi8(-128);
+            let half = |sum: __m256i, w: __m256i| {
+                let signed = _mm256_xor_si256(w, off);
+                let sum = Self::dot8(sum, _mm256_abs_epi8(signed), _mm256_sign_epi8(x, signed));
+                // What the offset of 128 stands for: 64 twice, so that no pair of products overflows.
+                let offset = _mm256_maddubs_epi16(_mm256_set1_epi8(64), x);
+                let offset = _mm256_madd_epi16(offset, _mm256_set1_epi16(2));
+                _mm256_add_epi32(sum, offset)
+            };
+            (half(sum.0, w.0), half(sum.1, w.1))
+        }
+    }
 }
 
-super::table!(Avx2, super::Isa::Avx2, true, "avx2,fma,f16c");
+super::table!(Avx2, super::Isa::Avx2, true, "avx2,fma,f16c", "avx2,fma,f16c");

@@ -17,6 +17,18 @@ pub(crate) fn detected() -> bool {
         && super::avx2::detected()
 }
 
+/// Whether it has the integer dot product that [`Avx512`]'s integer kernels use.
+fn vnni_detected() -> bool {
+    is_x86_feature_detected!("avx512vnni")
+}
+
+/// The kernels of this instruction set; AVX2's integer kernel, which gives the same bits, where there is no VNNI.
+pub(super) fn table() -> &'static super::Kernels {
+    static WITHOUT_VNNI: super::Kernels =
+        super::Kernels { matmul_int8: super::avx2::TABLE.matmul_int8, ..TABLE };
+    if vnni_detected() { &TABLE } else { &WITHOUT_VNNI }
+}
+
 macro_rules! ops {
     ($(fn $name:ident($($arg:ident: $type:ty),*) $(-> $out:ty)? = $body:expr;)*) => {$(
         #[inline(always)]
@@ -32,6 +44,7 @@ impl Simd for Avx512 {
     type I = __m512i;
     const MAX_ROWS: usize = 12;
     const MAX_ACCUMULATORS: usize = 24;
+    const MAX_QUANT_ROWS: usize = 8;
 
     ops! {
         fn zero() -> __m512 = _mm512_setzero_ps();
@@ -43,13 +56,23 @@ impl Simd for Avx512 {
             _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x));
         fn load_bf16(p: *const u16) -> __m512 = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(
             _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()))));
-        fn load_i8(p: *const i8) -> __m512 =
-            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())));
         fn load_u32(p: *const u32) -> __m512i = _mm512_loadu_si512(p.cast());
+        fn store_u32(p: *mut u32, x: __m512i) = _mm512_storeu_si512(p.cast(), x);
+        fn low_byte(x: __m512i) -> __m512 = _mm512_cvtepi32_ps(_mm512_and_si512(x, _mm512_set1_epi32(255)));
+        fn next_byte(x: __m512i) -> __m512i = _mm512_srli_epi32::<8>(x);
         // The permutation looks at four bits of each index: exactly a nibble, whatever stands above it.
         fn low_nibble(x: __m512i) -> __m512 = _mm512_permutexvar_ps(x, _mm512_setr_ps(
             0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0));
         fn next_nibble(x: __m512i) -> __m512i = _mm512_srli_epi32::<4>(x);
+        fn low_nibbles(x: __m512i) -> __m512i = _mm512_and_si512(x, _mm512_set1_epi8(15));
+        fn high_nibbles(x: __m512i) -> __m512i =
+            _mm512_and_si512(_mm512_srli_epi32::<4>(x), _mm512_set1_epi8(15));
+        fn zero_i32() -> __m512i = _mm512_setzero_si512();
+        fn splat_i32(p: *const u8) -> __m512i = _mm512_set1_epi32(p.cast::<i32>().read_unaligned());
+        fn to_float(x: __m512i) -> __m512 = _mm512_cvtepi32_ps(x);
+        fn store_quants(p: *mut u8, x: __m512) = _mm_storeu_si128(p.cast(), _mm_shuffle_epi8(
+            _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)),
+            _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)));
         fn add(a: __m512, b: __m512) -> __m512 = _mm512_add_ps(a, b);
         fn sub(a: __m512, b: __m512) -> __m512 = _mm512_sub_ps(a, b);
         fn mul(a: __m512, b: __m512) -> __m512 = _mm512_mul_ps(a, b);
@@ -69,6 +92,19 @@ impl Simd for Avx512 {
             super::avx2::largest8(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x)));
         fn prefetch_far(p: *const u8) = _mm_prefetch::<_MM_HINT_T1>(p.cast());
     }
+
+    #[inline(always)]
+    unsafe fn dot<const WIDE: bool>(sum: __m512i, w: __m512i, x: *const u8) -> __m512i {
+        // SAFETY: by the trait's contract `x` covers 4 bytes; integer kernels of this table are only reachable where
+        // VNNI was detected.
+        unsafe { _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
+    }
 }
 
-super::table!(Avx512, super::Isa::Avx512, true, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+super::table!(
+    Avx512,
+    super::Isa::Avx512,
+    true,
+    "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c",
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"
+);

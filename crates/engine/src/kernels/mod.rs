@@ -9,8 +9,12 @@ mod attention;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod int8;
+#[cfg(test)]
+mod int8_tests;
 mod matmul;
 mod portable;
+mod quantise;
 mod rowwise;
 mod simd;
 #[cfg(test)]
@@ -20,7 +24,9 @@ mod unpack;
 pub(crate) use attention::{
     Attend, MAX_HEAD_DIM, MAX_QUERIES, SCRATCH_FLOATS as ATTEND_SCRATCH_FLOATS, TILE_TOKENS,
 };
+pub(crate) use int8::{Int8Matmul, SCRATCH_FLOATS as INT8_SCRATCH_FLOATS};
 pub(crate) use matmul::{Matmul, SCRATCH_FLOATS as MATMUL_SCRATCH_FLOATS};
+pub(crate) use quantise::{Quantise, ROW_GROUP, group_bytes, record};
 pub(crate) use rowwise::{Exponentials, Norm, SiluMul, StoreHalf};
 pub(crate) use simd::LANES;
 
@@ -71,6 +77,8 @@ pub(crate) struct Kernels {
     /// Whether a multiply-add rounds once. Tables that agree in this compute the same bits.
     pub(crate) fused: bool,
     pub(crate) matmul: unsafe fn(&Matmul<'_>),
+    pub(crate) matmul_int8: unsafe fn(&Int8Matmul<'_>),
+    pub(crate) quantise: unsafe fn(&Quantise),
     pub(crate) attend_f32: unsafe fn(&Attend<'_>),
     pub(crate) attend_f16: unsafe fn(&Attend<'_>),
     pub(crate) norm: unsafe fn(&Norm),
@@ -88,7 +96,7 @@ impl Kernels {
         }
         Some(match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => &avx512::TABLE,
+            Isa::Avx512 => avx512::table(),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => &avx2::TABLE,
             _ => &portable::TABLE,
@@ -98,15 +106,27 @@ impl Kernels {
 
 /// Instantiates every kernel for one [`simd::Simd`], inside functions that enable its instructions.
 macro_rules! table {
-    ($simd:ident, $isa:expr, $fused:expr $(, $features:literal)?) => {
+    ($simd:ident, $isa:expr, $fused:expr $(, $features:literal, $integer:literal)?) => {
         mod entry {
             use super::$simd;
-            use crate::kernels::{attention, matmul, rowwise};
+            use crate::kernels::{attention, int8, matmul, quantise, rowwise};
 
             $(#[target_feature(enable = $features)])?
             pub(super) unsafe fn matmul(arg: &crate::kernels::Matmul<'_>) {
                 // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
                 unsafe { matmul::run::<$simd>(arg) }
+            }
+
+            $(#[target_feature(enable = $integer)])?
+            pub(super) unsafe fn matmul_int8(arg: &crate::kernels::Int8Matmul<'_>) {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { int8::run::<$simd>(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn quantise(arg: &crate::kernels::Quantise) {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { quantise::quantise::<$simd>(arg) }
             }
 
             $(#[target_feature(enable = $features)])?
@@ -157,6 +177,8 @@ macro_rules! table {
             isa: $isa,
             fused: $fused,
             matmul: entry::matmul,
+            matmul_int8: entry::matmul_int8,
+            quantise: entry::quantise,
             attend_f32: entry::attend_f32,
             attend_f16: entry::attend_f16,
             norm: entry::norm,

@@ -56,6 +56,7 @@ impl Simd for Portable {
     type I = [u32; LANES];
     const MAX_ROWS: usize = 4;
     const MAX_ACCUMULATORS: usize = 4;
+    const MAX_QUANT_ROWS: usize = 1;
 
     pointer_ops! {
         fn load(p: *const f32) -> V = p.cast::<V>().read_unaligned();
@@ -66,8 +67,13 @@ impl Simd for Portable {
             p.cast::<[u16; LANES]>().write_unaligned(x.map(|v| f16::from_f32(v).to_bits()));
         fn load_bf16(p: *const u16) -> V =
             p.cast::<[u16; LANES]>().read_unaligned().map(|h| bf16::from_bits(h).to_f32());
-        fn load_i8(p: *const i8) -> V = p.cast::<[i8; LANES]>().read_unaligned().map(f32::from);
         fn load_u32(p: *const u32) -> [u32; LANES] = p.cast::<[u32; LANES]>().read_unaligned();
+        fn store_u32(p: *mut u32, x: [u32; LANES]) = p.cast::<[u32; LANES]>().write_unaligned(x);
+        fn splat_i32(p: *const u8) -> [u32; LANES] = [p.cast::<u32>().read_unaligned(); LANES];
+        fn store_quants(p: *mut u8, x: V) = p.cast::<[u8; LANES]>().write_unaligned(std::array::from_fn(|i| {
+            let (eight, odd, n) = (i / 8 * 8, i % 8 / 4, i % 4);
+            (x[eight + 2 * n + odd] as i8).cast_unsigned()
+        }));
     }
 
     ops! {
@@ -75,6 +81,12 @@ impl Simd for Portable {
         fn splat(x: f32) -> V = [x; LANES];
         fn low_nibble(x: [u32; LANES]) -> V = x.map(|v| (v & 15) as f32);
         fn next_nibble(x: [u32; LANES]) -> [u32; LANES] = x.map(|v| v >> 4);
+        fn zero_i32() -> [u32; LANES] = [0; LANES];
+        fn low_byte(x: [u32; LANES]) -> V = x.map(|v| (v & 255) as f32);
+        fn next_byte(x: [u32; LANES]) -> [u32; LANES] = x.map(|v| v >> 8);
+        fn low_nibbles(x: [u32; LANES]) -> [u32; LANES] = x.map(|v| v & 0x0f0f_0f0f);
+        fn high_nibbles(x: [u32; LANES]) -> [u32; LANES] = x.map(|v| v >> 4 & 0x0f0f_0f0f);
+        fn to_float(x: [u32; LANES]) -> V = x.map(|v| v.cast_signed() as f32);
         fn add(a: V, b: V) -> V = zip(a, b, |a, b| a + b);
         fn sub(a: V, b: V) -> V = zip(a, b, |a, b| a - b);
         fn mul(a: V, b: V) -> V = zip(a, b, |a, b| a * b);
@@ -91,6 +103,17 @@ impl Simd for Portable {
         fn sum(x: V) -> f32 = tree(x, |a, b| a + b);
         fn largest(x: V) -> f32 = tree(x, |a, b| if a > b { a } else { b });
         fn prefetch_far(_p: *const u8) = ();
+    }
+
+    #[inline(always)]
+    unsafe fn dot<const WIDE: bool>(sum: [u32; LANES], w: [u32; LANES], x: *const u8) -> [u32; LANES] {
+        // SAFETY: by the trait's contract `x` covers 4 bytes.
+        let x = unsafe { x.cast::<[i8; 4]>().read_unaligned() };
+        let product = |w: u32| {
+            let products = w.to_le_bytes().into_iter().zip(x).map(|(w, x)| i32::from(w) * i32::from(x));
+            products.sum::<i32>().cast_unsigned()
+        };
+        std::array::from_fn(|i| sum[i].wrapping_add(product(w[i])))
     }
 }
 

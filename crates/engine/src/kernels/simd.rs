@@ -26,6 +26,8 @@ pub(crate) trait Simd: Copy {
     const MAX_ROWS: usize;
     /// Vectors that fit in registers as sums, with a few left for operands.
     const MAX_ACCUMULATORS: usize;
+    /// Most rows of an integer matrix product in registers together: 8, 2 or 1.
+    const MAX_QUANT_ROWS: usize;
 
     unsafe fn zero() -> Self::F;
     unsafe fn splat(x: f32) -> Self::F;
@@ -37,13 +39,31 @@ pub(crate) trait Simd: Copy {
     unsafe fn store_f16(p: *mut u16, x: Self::F);
     /// Widens 16 bfloat16.
     unsafe fn load_bf16(p: *const u16) -> Self::F;
-    /// Widens 16 signed bytes.
-    unsafe fn load_i8(p: *const i8) -> Self::F;
     unsafe fn load_u32(p: *const u32) -> Self::I;
+    unsafe fn store_u32(p: *mut u32, x: Self::I);
+    /// The lowest byte of each lane as a float in 0..=255.
+    unsafe fn low_byte(x: Self::I) -> Self::F;
+    /// Each lane shifted right by one byte.
+    unsafe fn next_byte(x: Self::I) -> Self::I;
     /// The lowest nibble of each lane as a float in 0..=15.
     unsafe fn low_nibble(x: Self::I) -> Self::F;
     /// Each lane shifted right by one nibble.
     unsafe fn next_nibble(x: Self::I) -> Self::I;
+    /// The low nibble of each byte.
+    unsafe fn low_nibbles(x: Self::I) -> Self::I;
+    /// The high nibble of each byte, moved down.
+    unsafe fn high_nibbles(x: Self::I) -> Self::I;
+
+    unsafe fn zero_i32() -> Self::I;
+    /// All lanes the i32 at `p`, which covers 4 bytes.
+    unsafe fn splat_i32(p: *const u8) -> Self::I;
+    /// Each lane, as an i32, plus the dot product of its 4 unsigned bytes in `w` with the 4 signed bytes at `x`,
+    /// none of which is -128. Exact; without `WIDE`, bytes of `w` are below 16.
+    unsafe fn dot<const WIDE: bool>(sum: Self::I, w: Self::I, x: *const u8) -> Self::I;
+    /// Each lane, an i32 of magnitude below 2^24, as a float.
+    unsafe fn to_float(x: Self::I) -> Self::F;
+    /// Whole numbers in -127..=127 as bytes; of each eight, those of even index come before those of odd index.
+    unsafe fn store_quants(p: *mut u8, x: Self::F);
 
     unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;

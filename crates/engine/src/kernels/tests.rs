@@ -8,24 +8,24 @@ use half::{bf16, f16};
 use super::*;
 use crate::weights::Packed;
 
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         self.0 >> 33
     }
 
-    fn signed(&mut self) -> f32 {
+    pub(super) fn signed(&mut self) -> f32 {
         self.next() as f32 / (1u64 << 30) as f32 - 1.0
     }
 
-    fn floats(&mut self, len: usize) -> Vec<f32> {
+    pub(super) fn floats(&mut self, len: usize) -> Vec<f32> {
         (0..len).map(|_| self.signed()).collect()
     }
 }
 
-fn tables() -> impl Iterator<Item = &'static Kernels> {
+pub(super) fn tables() -> impl Iterator<Item = &'static Kernels> {
     Isa::available().into_iter().filter_map(Kernels::of)
 }
 

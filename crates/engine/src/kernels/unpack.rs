@@ -72,7 +72,8 @@ unsafe fn each_block(
     }
 }
 
-/// `[16 scales f16][32 k][16 i8]`.
+/// `[16 scales f16][4 groups of 8 k][2][16 u32]`, byte `i` of a u32 being k `2 i` of the group in the first row and
+/// `2 i + 1` in the second, plus 128.
 ///
 /// # Safety
 /// `p` covers one block of a tile, `out` 512 floats.
@@ -81,9 +82,15 @@ unsafe fn q8<S: Simd>(p: *const u8, out: *mut f32) {
     // SAFETY: by contract.
     unsafe {
         let scale = S::load_f16(p.cast());
-        let q = p.add(2 * LANES).cast::<i8>();
-        for k in 0..QUANT_BLOCK {
-            S::store(out.add(k * LANES), S::mul(scale, S::load_i8(q.add(k * LANES))));
+        let q = p.add(2 * LANES).cast::<u32>();
+        for row in 0..2 * QUANT_BLOCK / NIBBLE_GROUP {
+            let mut bits = S::load_u32(q.add(row * LANES));
+            let first = row / 2 * NIBBLE_GROUP + row % 2;
+            for i in 0..NIBBLE_GROUP / 2 {
+                let q = S::sub(S::low_byte(bits), S::splat(128.0));
+                S::store(out.add((first + 2 * i) * LANES), S::mul(scale, q));
+                bits = S::next_byte(bits);
+            }
         }
     }
 }

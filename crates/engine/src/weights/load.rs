@@ -18,10 +18,23 @@ pub(crate) struct Linear {
     pub(crate) parts: Vec<(Packed, usize)>,
 }
 
+/// Biases of queries, keys and values.
+pub(crate) struct QkvBias {
+    pub(crate) q: Vec<f32>,
+    pub(crate) k: Vec<f32>,
+    pub(crate) v: Vec<f32>,
+}
+
 /// One decoder layer.
 pub(crate) struct LayerWeights {
     pub(crate) attn_norm: Vec<f32>,
     pub(crate) qkv: Linear,
+    /// Added to what `qkv` gives; Qwen2 has them.
+    pub(crate) qkv_bias: Option<QkvBias>,
+    /// Norm of each query head before it turns; Qwen3 has it.
+    pub(crate) q_norm: Option<Vec<f32>>,
+    /// And of each key head.
+    pub(crate) k_norm: Option<Vec<f32>>,
     pub(crate) attn_output: Linear,
     pub(crate) ffn_norm: Vec<f32>,
     pub(crate) gate: Packed,
@@ -75,6 +88,11 @@ impl ModelWeights {
     /// The matrix that gives logits.
     pub(crate) fn output(&self) -> &Packed {
         self.output.as_ref().unwrap_or(&self.embedding)
+    }
+
+    /// Whether some matrix is stored in blocks of small integers.
+    pub(crate) fn any_quantised(&self) -> bool {
+        self.kinds.iter().any(|kind| kind.block_elements() > 1)
     }
 
     /// Storage of all matrices, as one name: `q4_1+q8_0`.
@@ -173,9 +191,19 @@ impl Loader<'_> {
             parts.push((self.matrix(&name(part), rows, c.hidden)?, column));
             column += rows.next_multiple_of(TILE_COLUMNS);
         }
+        let bias = |part: &str, len| self.vector(&format!("blk.{n}.{part}.bias"), len);
+        let head_norm = |part| c.qk_norm.then(|| self.vector(&name(part), c.head_dim)).transpose();
         Ok(LayerWeights {
             attn_norm: self.vector(&name("attn_norm"), c.hidden)?,
             qkv: Linear { parts },
+            qkv_bias: match c.attention_bias {
+                true => {
+                    Some(QkvBias { q: bias("attn_q", q)?, k: bias("attn_k", kv)?, v: bias("attn_v", kv)? })
+                }
+                false => None,
+            },
+            q_norm: head_norm("attn_q_norm")?,
+            k_norm: head_norm("attn_k_norm")?,
             attn_output: Linear { parts: vec![(self.matrix(&name("attn_output"), c.hidden, q)?, 0)] },
             ffn_norm: self.vector(&name("ffn_norm"), c.hidden)?,
             gate: self.matrix(&name("ffn_gate"), c.ffn, c.hidden)?,

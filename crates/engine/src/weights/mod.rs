@@ -15,15 +15,17 @@ use crate::region::Region;
 pub(crate) const TILE_COLUMNS: usize = 16;
 /// k that share a scale.
 pub(crate) const QUANT_BLOCK: usize = 32;
-/// k whose nibbles share a u32.
+/// k whose nibbles share a u32, or whose bytes share two.
 pub(crate) const NIBBLE_GROUP: usize = 8;
 
 /// What one tile of 16 output columns by `cols` k looks like. k runs slowest:
 ///
 /// * F32, F16, BF16: `[k][16]`;
-/// * Q8_0: `[k / 32]{[16 scales f16][32][16 i8]}`;
+/// * Q8_0: `[k / 32]{[16 scales f16][8][16 u32]}`, where of the two u32 rows of each 8 k the first holds the bytes of
+///   the even k and the second those of the odd k, each 128 more than the weight;
 /// * Q4_0: `[k / 32]{[16 scales f16][4][16 u32]}`, Q4_1: `[k / 32]{[16 scales f16][16 minimums f16][4][16 u32]}`, where
-///   nibble `i` of a u32 in group `g` of a block is the weight at k = `8 g + i`.
+///   nibble `i` of a u32 in group `g` of a block is the weight at k = `8 g + i`. So the low nibbles of its bytes are the
+///   even k, and the high ones the odd k, as in Q8_0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TileShape {
     /// Storage of the elements.
@@ -36,6 +38,11 @@ impl TileShape {
     /// k that belong together: 1, or a quantised block's 32.
     pub(crate) const fn k_unit(self) -> usize {
         self.kind.block_elements()
+    }
+
+    /// Whether the elements are small integers with a scale.
+    pub(crate) const fn is_quantised(self) -> bool {
+        self.k_unit() > 1
     }
 
     /// Bytes of [`Self::k_unit`] k.

@@ -50,15 +50,35 @@ const fn quants_at(kind: WeightType) -> usize {
     }
 }
 
-/// GGML puts elements 0..16 of a block in the low nibbles and 16..32 in the high ones.
-const fn ggml_nibble(quants: &[u8], k: usize) -> u8 {
-    if k < 16 { quants[k] & 15 } else { quants[k - 16] >> 4 }
+/// Bytes 0, 2, 4 and 6, side by side.
+const fn even_bytes(x: u64) -> u32 {
+    let x = x & 0x00ff_00ff_00ff_00ff;
+    let x = (x | x >> 8) & 0x0000_ffff_0000_ffff;
+    (x | x >> 16) as u32
+}
+
+/// The low nibbles of 8 bytes, side by side. GGML puts elements 0..16 of a block there, and 16..32 in the high ones.
+const fn low_nibbles(x: u64) -> u32 {
+    let x = x & 0x0f0f_0f0f_0f0f_0f0f;
+    even_bytes(x | x >> 4)
+}
+
+/// Writes column `lane` of the `row`th row of u32.
+fn put_word(unit: &mut [u8], quants_at: usize, row: usize, lane: usize, word: u32) {
+    let at = quants_at + (row * TILE_COLUMNS + lane) * 4;
+    unit[at..at + 4].copy_from_slice(&word.to_le_bytes());
 }
 
 /// Byte of a unit that holds column `lane`'s nibble `k`, and whether it is the high one.
 const fn nibble_place(k: usize, lane: usize) -> (usize, bool) {
     let word = k / NIBBLE_GROUP * TILE_COLUMNS + lane;
     (word * 4 + k % NIBBLE_GROUP / 2, k % 2 == 1)
+}
+
+/// Byte of a unit that holds column `lane`'s byte `k`.
+const fn byte_place(k: usize, lane: usize) -> usize {
+    let row = k / NIBBLE_GROUP * 2 + k % 2;
+    (row * TILE_COLUMNS + lane) * 4 + k % NIBBLE_GROUP / 2
 }
 
 fn write_unit(kind: WeightType, block: &[u8], unit: &mut [u8], lane: usize) {
@@ -68,8 +88,11 @@ fn write_unit(kind: WeightType, block: &[u8], unit: &mut [u8], lane: usize) {
         WeightType::F16 | WeightType::BF16 => unit[2 * lane..][..2].copy_from_slice(block),
         WeightType::Q8_0 => {
             unit[2 * lane..][..2].copy_from_slice(&block[..2]);
-            for (k, &q) in block[2..].iter().enumerate() {
-                unit[at + k * TILE_COLUMNS + lane] = q;
+            let (eights, _) = block[2..].as_chunks::<NIBBLE_GROUP>();
+            for (g, &eight) in eights.iter().enumerate() {
+                let biased = u64::from_le_bytes(eight) ^ 0x8080_8080_8080_8080;
+                put_word(unit, at, 2 * g, lane, even_bytes(biased));
+                put_word(unit, at, 2 * g + 1, lane, even_bytes(biased >> 8));
             }
         }
         WeightType::Q4_0 | WeightType::Q4_1 => {
@@ -77,9 +100,11 @@ fn write_unit(kind: WeightType, block: &[u8], unit: &mut [u8], lane: usize) {
             for (n, part) in block[..head].chunks_exact(2).enumerate() {
                 unit[2 * (n * TILE_COLUMNS + lane)..][..2].copy_from_slice(part);
             }
-            for k in 0..QUANT_BLOCK {
-                let (byte, high) = nibble_place(k, lane);
-                unit[at + byte] |= ggml_nibble(&block[head..], k) << if high { 4 } else { 0 };
+            let (eights, _) = block[head..].as_chunks::<NIBBLE_GROUP>();
+            for (g, &eight) in eights.iter().enumerate() {
+                let bytes = u64::from_le_bytes(eight);
+                put_word(unit, at, g, lane, low_nibbles(bytes));
+                put_word(unit, at, g + eights.len(), lane, low_nibbles(bytes >> 4));
             }
         }
     }
@@ -105,7 +130,7 @@ fn read_unit(kind: WeightType, unit: &[u8], out: &mut [f32], lane: usize) {
         WeightType::BF16 => out[0] = bf16::from_bits(half(0)).to_f32(),
         WeightType::Q8_0 => {
             for (k, out) in out.iter_mut().enumerate() {
-                *out = scale(0) * f32::from(unit[at + k * TILE_COLUMNS + lane].cast_signed());
+                *out = scale(0) * f32::from((unit[at + byte_place(k, lane)] ^ 0x80).cast_signed());
             }
         }
         WeightType::Q4_0 => (0..QUANT_BLOCK).for_each(|k| out[k] = scale(0) * (nibble(k) - 8.0)),

@@ -1,0 +1,80 @@
+//! Rows of activations to signed bytes, 32 at a time with a scale of their own.
+
+use super::simd::{LANES, Simd};
+use crate::weights::QUANT_BLOCK;
+
+/// Rows whose records of one block lie together.
+pub(crate) const ROW_GROUP: usize = 16;
+/// Bytes of one row's block: 32 quants, of each eight the even ones first; the scale, f32; scale times the quants' sum,
+/// f32; -8 times the sum and -128 times the sum, i32.
+pub(super) const RECORD: usize = 48;
+/// Where a record has what follows the quants.
+pub(super) const SCALE: usize = QUANT_BLOCK;
+/// Scale times sum.
+pub(super) const SCALED_SUM: usize = SCALE + 4;
+/// -8 times the sum.
+pub(super) const LESS_8: usize = SCALED_SUM + 4;
+/// -128 times the sum.
+pub(super) const LESS_128: usize = LESS_8 + 4;
+/// From one block to the next.
+pub(super) const BLOCK_STRIDE: usize = ROW_GROUP * RECORD;
+/// A block whose elements are all smaller counts as zeros: its inverse scale would leave f32's range.
+const SMALLEST: f32 = 1e-30;
+
+/// Bytes of a group of 16 rows, `[block][row]{record}`.
+pub(crate) const fn group_bytes(cols: usize) -> usize {
+    cols / QUANT_BLOCK * BLOCK_STRIDE
+}
+
+/// Byte of row `row`'s first record.
+pub(crate) const fn record(row: usize, cols: usize) -> usize {
+    row / ROW_GROUP * group_bytes(cols) + row % ROW_GROUP * RECORD
+}
+
+/// One row: each 32 elements become `q = round(x / scale)`, ties to even, with `scale = largest / 127`.
+///
+/// What is not finite makes the scale NaN.
+pub(crate) struct Quantise {
+    /// Input.
+    pub(crate) x: *const f32,
+    /// Elements, a multiple of 32.
+    pub(crate) len: usize,
+    /// First record of the row; the next one lies [`BLOCK_STRIDE`] bytes on.
+    pub(crate) out: *mut u8,
+}
+
+/// # Safety
+/// The CPU has `S`; `x` covers `len` floats, `out` as many records.
+#[inline(always)]
+pub(super) unsafe fn quantise<S: Simd>(arg: &Quantise) {
+    // 1.5 * 2^23: adding it rounds to whole numbers.
+    let magic = 12_582_912.0;
+    for block in 0..arg.len / QUANT_BLOCK {
+        // SAFETY: by contract; a record is 48 bytes.
+        unsafe {
+            let x = arg.x.add(block * QUANT_BLOCK);
+            let (a, b) = (S::load(x), S::load(x.add(LANES)));
+            let zero = S::zero();
+            let size = |x| S::max(x, S::sub(zero, x));
+            let largest = S::largest(S::max(size(a), size(b)));
+            let (inverse, scale) =
+                if largest < SMALLEST { (0.0, 0.0) } else { (127.0 / largest, largest / 127.0) };
+            let round = |x| {
+                let shifted = S::add(S::mul(x, S::splat(inverse)), S::splat(magic));
+                S::sub(shifted, S::splat(magic))
+            };
+            let (a, b) = (round(a), round(b));
+            // Whole numbers this small add up exactly in any order. A NaN stays one here, whatever the maximum did with it,
+            // and with an infinity the inverse is 0 and their product NaN.
+            let sum = S::sum(S::add(a, b));
+            let out = arg.out.add(block * BLOCK_STRIDE);
+            S::store_quants(out, a);
+            S::store_quants(out.add(LANES), b);
+            let scale = scale + sum * 0.0;
+            out.add(SCALE).cast::<f32>().write_unaligned(scale);
+            out.add(SCALED_SUM).cast::<f32>().write_unaligned(scale * sum);
+            out.add(LESS_8).cast::<i32>().write_unaligned(-8 * sum as i32);
+            out.add(LESS_128).cast::<i32>().write_unaligned(-128 * sum as i32);
+        }
+    }
+}
