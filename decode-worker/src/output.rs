@@ -45,6 +45,7 @@ impl Output {
 
     pub(crate) async fn finished(&self, reason: FinishReason, num_tokens: u32) {
         let reason = wire::encode_finish(Some(reason)).into();
+        tracing::debug!(num_tokens, "finished");
         self.send(Wire::Finished(v1::Finished { reason, num_tokens })).await;
     }
 

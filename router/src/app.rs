@@ -31,6 +31,8 @@ pub(crate) struct App {
     pub(crate) warnings: Warnings,
     /// Set once: no new requests.
     pub(crate) draining: CancellationToken,
+    /// Set when the drain timeout is over: running requests end with an error.
+    pub(crate) cut: CancellationToken,
     /// Origin of the monotonic time that `baton_dispatch` hears.
     pub(crate) origin: Instant,
     served: OnceLock<Served>,
@@ -63,6 +65,7 @@ impl App {
             metrics,
             warnings: Warnings::default(),
             draining: CancellationToken::new(),
+            cut: CancellationToken::new(),
             origin: Instant::now(),
             served: OnceLock::new(),
             context: config.context,
@@ -100,6 +103,11 @@ impl App {
         missing.extend(self.fleet.missing());
         missing
     }
+}
+
+/// What requests hear that are not served any more.
+pub(crate) fn shutting_down() -> ApiError {
+    unavailable("this router is shutting down")
 }
 
 /// Nothing can be served now.

@@ -44,6 +44,8 @@ pub(crate) enum MaxTokens {
 pub(crate) struct Ask {
     pub(crate) model: Option<String>,
     pub(crate) input: Input,
+    /// The field that the input came in, for messages.
+    pub(crate) input_field: &'static str,
     pub(crate) max_tokens: MaxTokens,
     pub(crate) temperature: f32,
     pub(crate) top_p: f32,

@@ -10,11 +10,11 @@ use crate::RouterError;
 #[derive(Clone, Debug, clap::Args)]
 pub struct RouterConfig {
     /// Address to serve HTTP on: the OpenAI API, /health and /metrics; port 0 picks a free one
-    #[arg(long, env = "BATON_HTTP_LISTEN", value_name = "IP:PORT", default_value = "127.0.0.1:8000")]
+    #[arg(long, env = "BATON_HTTP_LISTEN", value_name = "IP:PORT", default_value = "127.0.0.1:8080")]
     pub http_listen: SocketAddr,
 
     /// Address to serve gRPC on; port 0 picks a free one
-    #[arg(long, env = "BATON_GRPC_LISTEN", value_name = "IP:PORT", default_value = "127.0.0.1:9000")]
+    #[arg(long, env = "BATON_GRPC_LISTEN", value_name = "IP:PORT", default_value = "127.0.0.1:8081")]
     pub grpc_listen: SocketAddr,
 
     /// File to write the bound HTTP address to, as soon as it is bound [default: none]

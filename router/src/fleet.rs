@@ -50,13 +50,12 @@ pub(crate) struct Report {
 impl Fleet {
     /// Nobody is heard of until [`Fleet::watch`] runs.
     pub(crate) fn new(discovery: &Discovery, patience: Patience) -> Result<Arc<Self>, RouterError> {
-        let now = Instant::now();
         let members = discovery
             .workers()
             .into_iter()
-            .map(|(role, address)| Member::new(role, address, now).map(Arc::new))
+            .map(|(role, address)| Member::new(role, address).map(Arc::new))
             .collect::<Result<_, _>>()?;
-        Ok(Arc::new(Self { members, patience, since: now, digest: OnceLock::new() }))
+        Ok(Arc::new(Self { members, patience, since: Instant::now(), digest: OnceLock::new() }))
     }
 
     /// Keeps the view current until the future is dropped.

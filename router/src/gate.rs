@@ -62,6 +62,13 @@ impl Gate {
         Ok(self.ticket())
     }
 
+    /// Requests that run and that wait.
+    #[cfg(test)]
+    fn counts(&self) -> (usize, usize) {
+        let state = self.state();
+        (state.door.num_running(), state.door.num_queued())
+    }
+
     fn ticket(self: &Arc<Self>) -> Ticket {
         Ticket { gate: Arc::clone(self), since: Instant::now() }
     }
@@ -136,7 +143,7 @@ mod tests {
             task.await.expect("admitted");
         }
         assert_eq!(*order.lock().expect("unpoisoned"), [0, 1]);
-        assert_eq!((gate.state().door.num_running(), gate.state().door.num_queued()), (0, 0));
+        assert_eq!(gate.counts(), (0, 0));
     }
 
     #[tokio::test]
@@ -151,7 +158,7 @@ mod tests {
         drop(running);
         // Let in, but dropped before it was polled again.
         drop(let_in);
-        assert_eq!((gate.state().door.num_running(), gate.state().door.num_queued()), (0, 0));
+        assert_eq!(gate.counts(), (0, 0));
         let _room = gate.enter().await.expect("room");
     }
 }

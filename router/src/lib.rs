@@ -15,6 +15,7 @@ mod fleet;
 mod gate;
 mod labels;
 mod listen;
+mod prompt;
 mod request;
 mod rpc;
 mod serve;

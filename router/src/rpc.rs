@@ -11,10 +11,11 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
 
-use crate::accept::{Accepted, Caller, accept, check_model, prompt};
+use crate::accept::{Accepted, Caller, accept, check_model, enter};
 use crate::api_error::ApiError;
 use crate::app::App;
-use crate::ask::{Input, MaxTokens, read_generate, read_messages};
+use crate::ask::{Input, read_generate, read_messages};
+use crate::prompt::tokens;
 use crate::request::{Output, Summary, finish_name};
 use crate::web::{LABEL_HEADER, MODE_HEADER, REQUEST_ID_HEADER};
 
@@ -89,15 +90,16 @@ impl Inference for InferenceService {
         use v1::tokenize_request::Input as Wire;
         let request = request.into_inner();
         check_model(self.app.served()?, Some(&request.model))?;
-        let input = match request.input {
+        let (input, field) = match request.input {
             None => return Err(ApiError::invalid("input", "one of text and chat is required").into()),
             Some(Wire::Text(text)) if text.is_empty() => {
                 return Ok(Response::new(v1::TokenizeResponse::default()));
             }
-            Some(Wire::Text(text)) => Input::Text(text),
-            Some(Wire::Chat(chat)) => Input::Chat(read_messages(chat, &self.app.limits)?),
+            Some(Wire::Text(text)) => (Input::Text(text), "text"),
+            Some(Wire::Chat(chat)) => (Input::Chat(read_messages(chat, &self.app.limits)?), "chat"),
         };
-        let token_ids = prompt(&self.app, input, MaxTokens::AtMost(0)).await?;
+        let _ticket = enter(&self.app).await?;
+        let token_ids = tokens(&self.app, input, field).await?;
         Ok(Response::new(v1::TokenizeResponse { token_ids }))
     }
 

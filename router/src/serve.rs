@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use axum::serve::ListenerExt;
 use baton_proto::v1::inference_server::InferenceServer;
+use baton_telemetry::metrics::RouterMetrics;
 use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, JoinSet};
 use tonic::transport::server::TcpIncoming;
@@ -21,6 +22,9 @@ use crate::{RouterConfig, RouterError, listen, web};
 
 /// How often the gRPC health service is told what /health would say.
 const HEALTH_PERIOD: Duration = Duration::from_millis(100);
+
+/// Time in which a request that was cut says so to its client.
+const CUT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A router process in the making.
 pub struct Router;
@@ -105,6 +109,11 @@ impl Router {
 }
 
 impl Running {
+    /// What this router counts.
+    pub fn metrics(&self) -> &RouterMetrics {
+        &self.app.metrics
+    }
+
     /// Resolves when the router can't go on: its model can't be used, or a listener failed. Cancel-safe.
     pub async fn failure(&mut self) -> RouterError {
         loop {
@@ -129,13 +138,19 @@ impl Running {
     /// Takes no new requests, lets running ones end within the drain timeout, then cuts what is left.
     pub async fn shutdown(mut self) {
         self.app.draining.cancel();
-        let faces = &mut self.faces;
-        let ended = async { while faces.join_next().await.is_some() {} };
-        if tokio::time::timeout(self.drain_timeout, ended).await.is_err() {
+        if !self.faces_end(self.drain_timeout).await {
             tracing::warn!("the drain timeout is over: requests that still run are cut");
+            self.app.cut.cancel();
+            self.faces_end(CUT_TIMEOUT).await;
         }
         self.faces.shutdown().await;
         self.background.shutdown().await;
+    }
+
+    /// Whether both faces ended within `bound`.
+    async fn faces_end(&mut self, bound: Duration) -> bool {
+        let ended = async { while self.faces.join_next().await.is_some() {} };
+        tokio::time::timeout(bound, ended).await.is_ok()
     }
 }
 

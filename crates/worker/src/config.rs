@@ -64,7 +64,7 @@ pub struct WorkerConfig {
     #[arg(long, env = "BATON_BLOCK_SIZE", value_name = "TOKENS", default_value_t = 16, value_parser = block_size)]
     pub block_size: usize,
 
-    /// Arithmetic: 'auto' is the fastest for the weights' format, 'f32' widens weights and activations
+    /// Arithmetic: 'auto' rounds activations to 8 bits where weights are quantised, 'f32' widens both
     #[arg(long, env = "BATON_PRECISION", value_name = "NAME", default_value = "auto", value_parser = ["auto", "f32"])]
     pub precision: String,
 

@@ -4,12 +4,12 @@ use baton_text::Message;
 use serde_json::Value;
 
 use super::fields::{Fields, wrong_type};
-use super::options::{self, TokenFields};
+use super::options::{self, Path};
 use super::{Ask, Form, Input, Limits, checks};
 use crate::api_error::ApiError;
 
-const TOKENS: TokenFields =
-    TokenFields { names: &["max_completion_tokens", "max_tokens"], default: u32::MAX };
+const PATH: Path =
+    Path { input_field: "messages", names: &["max_completion_tokens", "max_tokens"], default: u32::MAX };
 
 /// Fields of a message that mean nothing when empty.
 const EMPTY_IN_MESSAGE: &[&str] =
@@ -28,7 +28,7 @@ pub(crate) fn read(body: &[u8], limits: &Limits) -> Result<(Ask, Form), ApiError
         .enumerate()
         .map(|(index, value)| message(index, value))
         .collect::<Result<_, _>>()?;
-    options::read(fields, Input::Chat(messages), limits, &TOKENS)
+    options::read(fields, Input::Chat(messages), limits, &PATH)
 }
 
 fn message(index: usize, value: Value) -> Result<Message, ApiError> {

@@ -3,11 +3,11 @@
 use serde_json::Value;
 
 use super::fields::{Fields, wrong_type};
-use super::options::{self, TokenFields};
+use super::options::{self, Path};
 use super::{Ask, COMPLETION_TOKENS, Form, Input, Limits};
 use crate::api_error::ApiError;
 
-const TOKENS: TokenFields = TokenFields { names: &["max_tokens"], default: COMPLETION_TOKENS };
+const PATH: Path = Path { input_field: "prompt", names: &["max_tokens"], default: COMPLETION_TOKENS };
 
 const EXPECTED: &str = "a string or an array of token ids";
 
@@ -15,7 +15,7 @@ const EXPECTED: &str = "a string or an array of token ids";
 pub(crate) fn read(body: &[u8], limits: &Limits) -> Result<(Ask, Form), ApiError> {
     let mut fields = Fields::parse(body)?;
     let input = prompt(fields.require("prompt")?)?;
-    options::read(fields, input, limits, &TOKENS)
+    options::read(fields, input, limits, &PATH)
 }
 
 /// Text, token ids, or either as the only element of an array.

@@ -9,17 +9,17 @@ use crate::api_error::ApiError;
 /// Checks a request.
 pub(crate) fn read_generate(request: v1::GenerateRequest, limits: &Limits) -> Result<Ask, ApiError> {
     use v1::generate_request::Input as Wire;
-    let input = match request.input {
+    let (input, input_field) = match request.input {
         None => return Err(ApiError::invalid("input", "one of prompt, token_ids and chat is required")),
         Some(Wire::Prompt(text)) if text.is_empty() => {
             return Err(ApiError::invalid("prompt", "prompt must not be empty"));
         }
-        Some(Wire::Prompt(text)) => Input::Text(text),
+        Some(Wire::Prompt(text)) => (Input::Text(text), "prompt"),
         Some(Wire::TokenIds(ids)) if ids.ids.is_empty() => {
             return Err(ApiError::invalid("token_ids", "token_ids must not be empty"));
         }
-        Some(Wire::TokenIds(ids)) => Input::TokenIds(ids.ids),
-        Some(Wire::Chat(chat)) => Input::Chat(read_messages(chat, limits)?),
+        Some(Wire::TokenIds(ids)) => (Input::TokenIds(ids.ids), "token_ids"),
+        Some(Wire::Chat(chat)) => (Input::Chat(read_messages(chat, limits)?), "chat"),
     };
     let max_tokens = match request.max_tokens {
         Some(num) => {
@@ -31,6 +31,7 @@ pub(crate) fn read_generate(request: v1::GenerateRequest, limits: &Limits) -> Re
     Ok(Ask {
         model: Some(request.model),
         input,
+        input_field,
         max_tokens,
         temperature: request.temperature.map_or(Ok(1.0), |value| checks::temperature(f64::from(value)))?,
         top_p: request.top_p.map_or(Ok(1.0), |value| checks::top_p(f64::from(value)))?,

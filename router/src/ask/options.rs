@@ -6,11 +6,13 @@ use super::fields::{Fields, wrong_type};
 use super::{Ask, Form, Input, Limits, MaxTokens, checks};
 use crate::api_error::ApiError;
 
-/// What a face says about the tokens asked for.
-pub(super) struct TokenFields {
-    /// The names that mean it; more than one may stand there if they agree.
+/// What differs between the paths.
+pub(super) struct Path {
+    /// The field of the input.
+    pub(super) input_field: &'static str,
+    /// The names of the number of tokens; more than one may stand there if they agree.
     pub(super) names: &'static [&'static str],
-    /// Without any of them.
+    /// Tokens without any of them.
     pub(super) default: u32,
 }
 
@@ -19,10 +21,10 @@ pub(super) fn read(
     mut fields: Fields,
     input: Input,
     limits: &Limits,
-    tokens: &TokenFields,
+    path: &Path,
 ) -> Result<(Ask, Form), ApiError> {
     let model = fields.take_string("model")?;
-    let max_tokens = max_tokens(&mut fields, tokens)?;
+    let max_tokens = max_tokens(&mut fields, path)?;
     let temperature = fields.take_number("temperature")?.map_or(Ok(1.0), checks::temperature)?;
     let top_p = fields.take_number("top_p")?.map_or(Ok(1.0), checks::top_p)?;
     let seed = seed(&mut fields)?;
@@ -31,12 +33,25 @@ pub(super) fn read(
     num_choices(&mut fields)?;
     let form = form(&mut fields)?;
     fields.finish()?;
-    Ok((Ask { model, input, max_tokens, temperature, top_p, seed, stop, ignore_eos }, form))
+    Ok((
+        Ask {
+            model,
+            input,
+            input_field: path.input_field,
+            max_tokens,
+            temperature,
+            top_p,
+            seed,
+            stop,
+            ignore_eos,
+        },
+        form,
+    ))
 }
 
-fn max_tokens(fields: &mut Fields, tokens: &TokenFields) -> Result<MaxTokens, ApiError> {
+fn max_tokens(fields: &mut Fields, path: &Path) -> Result<MaxTokens, ApiError> {
     let mut found: Option<(u32, &'static str)> = None;
-    for &field in tokens.names {
+    for &field in path.names {
         let Some(value) = fields.take_count(field, 1)? else { continue };
         let num = checks::max_tokens(field, value)?;
         match found {
@@ -47,7 +62,7 @@ fn max_tokens(fields: &mut Fields, tokens: &TokenFields) -> Result<MaxTokens, Ap
             _ => found = Some((num, field)),
         }
     }
-    Ok(found.map_or(MaxTokens::AtMost(tokens.default), |(num, field)| MaxTokens::Exactly { num, field }))
+    Ok(found.map_or(MaxTokens::AtMost(path.default), |(num, field)| MaxTokens::Exactly { num, field }))
 }
 
 /// Any 64-bit integer; a negative one counts as its two's complement.

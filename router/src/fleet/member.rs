@@ -26,7 +26,7 @@ pub(crate) struct Member {
     pub(crate) address: String,
     pub(super) endpoint: Endpoint,
     legs: Channel,
-    in_flight: AtomicU32,
+    num_legs: Arc<AtomicU32>,
     /// Counts how often this worker was lost; streams opened before end at the next change.
     losses: watch::Sender<u64>,
     state: Mutex<State>,
@@ -54,16 +54,18 @@ pub(crate) struct Offer {
 }
 
 /// Counts a request of this router on a worker until it is dropped.
-pub(crate) struct InFlight(Arc<Member>);
+pub(crate) struct InFlight(Arc<AtomicU32>);
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 impl Member {
-    pub(super) fn new(role: Role, address: String, now: Instant) -> Result<Self, RouterError> {
+    /// A worker that was never heard of.
+    pub(super) fn new(role: Role, address: String) -> Result<Self, RouterError> {
+        let now = Instant::now();
         let option = match role {
             Role::Prefill => "--prefill-worker",
             Role::Decode => "--decode-worker",
@@ -79,8 +81,8 @@ impl Member {
             role,
             address,
             legs: endpoint.connect_lazy(),
+            num_legs: Arc::default(),
             endpoint,
-            in_flight: AtomicU32::new(0),
             losses: watch::Sender::new(0),
             state: Mutex::new(State {
                 description: None,
@@ -105,9 +107,9 @@ impl Member {
     }
 
     /// Counts one more request here.
-    pub(crate) fn enter(self: &Arc<Self>) -> InFlight {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
-        InFlight(Arc::clone(self))
+    pub(crate) fn enter(&self) -> InFlight {
+        self.num_legs.fetch_add(1, Ordering::Relaxed);
+        InFlight(Arc::clone(&self.num_legs))
     }
 
     /// Resolves when this worker is lost or another process takes its place.
@@ -136,7 +138,7 @@ impl Member {
             replaced
         };
         if replaced {
-            tracing::warn!(worker = %self.address, role = role_name(self.role), "another process answers at this worker's address");
+            tracing::warn!(worker = %self.address, worker_role = role_name(self.role), "another process answers at this worker's address");
             self.losses.send_modify(|count| *count += 1);
         }
     }
@@ -162,7 +164,7 @@ impl Member {
         let before = state.status.as_ref().map(|status| status.state);
         if state.silence.take().is_some() || before != Some(status.state) {
             let name = status.state().as_str_name().trim_start_matches("STATE_").to_lowercase();
-            tracing::info!(worker = %self.address, role = role_name(self.role), state = name, "worker state");
+            tracing::info!(worker = %self.address, worker_role = role_name(self.role), state = name, "worker state");
         }
         state.lost = false;
         state.ever_heard = true;
@@ -174,7 +176,7 @@ impl Member {
     pub(super) fn fall_silent(&self, reason: &str) {
         let mut state = self.lock();
         if state.silence.is_none() {
-            tracing::warn!(worker = %self.address, role = role_name(self.role), reason, "worker not reachable");
+            tracing::warn!(worker = %self.address, worker_role = role_name(self.role), reason, "worker not reachable");
         }
         state.silence = Some(reason.to_owned());
     }
@@ -205,7 +207,7 @@ impl Member {
             }
             reason
         };
-        tracing::warn!(worker = %self.address, role = role_name(self.role), reason, "worker lost");
+        tracing::warn!(worker = %self.address, worker_role = role_name(self.role), reason, "worker lost");
         self.losses.send_modify(|count| *count += 1);
     }
 
@@ -235,7 +237,7 @@ impl Member {
             free_blocks: status.free_blocks.saturating_add(status.cached_blocks),
             total_blocks: status.total_blocks,
             queued_tokens: status.queued_tokens,
-            in_flight: self.in_flight.load(Ordering::Relaxed),
+            in_flight: self.num_legs.load(Ordering::Relaxed),
         }
     }
 

@@ -80,7 +80,7 @@ impl LegEvent for DecodeEvent {
 
 /// Opens a Prefill leg.
 pub(super) fn prefill(
-    member: &std::sync::Arc<Member>,
+    member: &Member,
     request: v1::PrefillRequest,
     trace: TraceContext,
 ) -> Leg<PrefillEvent> {
@@ -101,11 +101,7 @@ pub(super) fn prefill(
 }
 
 /// Opens a Decode leg.
-pub(super) fn decode(
-    member: &std::sync::Arc<Member>,
-    request: v1::DecodeRequest,
-    trace: TraceContext,
-) -> Leg<DecodeEvent> {
+pub(super) fn decode(member: &Member, request: v1::DecodeRequest, trace: TraceContext) -> Leg<DecodeEvent> {
     let mut client = DecodeClient::new(member.channel()).max_decoding_message_size(MAX_EVENT_BYTES);
     let request = traced(request, trace);
     let address = member.address.clone();

@@ -18,7 +18,7 @@ use super::outbox::{Outbox, Unheard};
 use super::{Kv, Order, Output, Summary, Usage, finish_name};
 use crate::accept::Held;
 use crate::api_error::ApiError;
-use crate::app::{App, unavailable};
+use crate::app::{App, shutting_down, unavailable};
 
 /// Requests waiting on a worker from which on it gets no more from here.
 const MAX_WAITING: u32 = 256;
@@ -63,8 +63,6 @@ struct Run<'a> {
     cached_tokens: u32,
     /// The client did not read: its buffer is full.
     slow_reader: bool,
-    /// A stop string was found.
-    stopped: bool,
     ended: Option<RequestEnd>,
     held: Option<Held>,
 }
@@ -96,7 +94,6 @@ impl<'a> Run<'a> {
             kv: None,
             cached_tokens: 0,
             slow_reader: false,
-            stopped: false,
             ended: None,
             held: Some(order.held),
         }
@@ -121,6 +118,7 @@ impl<'a> Run<'a> {
         tokio::select! {
             biased;
             () = self.outbox.closed() => RequestFact::ClientGone,
+            () = self.app.cut.cancelled() => RequestFact::ClientGone,
             (attempt, event) = next_of(&mut self.prefill) => self.prefill_fact(attempt, event),
             (attempt, event) = next_of(&mut self.decode) => self.decode_fact(attempt, event),
             () = ticked => RequestFact::Tick,
@@ -260,13 +258,9 @@ impl<'a> Run<'a> {
     }
 
     fn deliver(&mut self, token: SampledToken) {
-        if self.stopped {
-            return;
-        }
         let step = self.answer.push(token.id, Instant::now(), &self.app.metrics);
         self.outbox.say(Output::Piece { text: step.text, token_ids: vec![token.id] });
         if step.stopped {
-            self.stopped = true;
             self.request.handle(self.now(), RequestFact::StopMatched);
         }
     }
@@ -274,12 +268,11 @@ impl<'a> Run<'a> {
     /// What the client hears at the end, after all text was handed on.
     async fn result(&mut self, end: RequestEnd) -> Result<Summary, ApiError> {
         let reason = match end {
-            // The last token allowed may complete a stop string too.
-            RequestEnd::Finished(_) if self.stopped => FinishReason::Stop,
             RequestEnd::Finished(reason) => reason,
             RequestEnd::Cancelled if self.slow_reader => {
                 return Err(ApiError::Failed { cause: Cause::SlowReader });
             }
+            RequestEnd::Cancelled if self.app.cut.is_cancelled() => return Err(shutting_down()),
             RequestEnd::Cancelled => return Err(ApiError::Failed { cause: Cause::Cancelled }),
             RequestEnd::Unplaced { error, retry_after_ms } => {
                 return Err(self.unplaced(error, retry_after_ms));

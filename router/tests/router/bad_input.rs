@@ -173,8 +173,8 @@ async fn each_is_refused_with_its_field_before_any_worker_hears_of_it() {
         assert!(answer.header("x-baton-request-id").is_some());
     }
     assert_eq!(cluster.num_legs(), 0);
-    let refused = cluster.metric("baton_requests_total{mode=\"none\",outcome=\"invalid_value\"}").await;
-    assert_eq!(refused as usize, cases.len() - 1);
+    assert_eq!(cluster.num_ended("none", "invalid_value"), cases.len() as u64 - 1);
+    assert_eq!(cluster.num_ended("none", "model_not_found"), 1);
 }
 
 #[tokio::test]

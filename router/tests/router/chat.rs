@@ -44,9 +44,13 @@ async fn a_whole_answer_has_text_usage_and_what_the_handoff_cost() {
     assert_eq!(answer.header("x-request-id"), Some("mine"));
     let id = answer.header("x-baton-request-id").expect("an id");
     assert_eq!((id.len(), body["id"].as_str()), (32, Some(format!("chatcmpl-{id}").as_str())));
-    assert_eq!(cluster.metric("baton_requests_total{mode=\"disaggregated\",outcome=\"stop\"}").await, 1.0);
-    assert_eq!(cluster.metric("baton_num_requests_in_flight").await, 0.0);
-    assert_eq!(cluster.metric("baton_itl_seconds_count").await, 5.0);
+    assert_eq!((cluster.num_ended("disaggregated", "stop"), cluster.num_in_flight()), (1, 0));
+    let metrics = cluster.client.get("/metrics").await.text();
+    for count in
+        ["ttft_seconds_count 1", "itl_seconds_count 5", "tpot_seconds_count 1", "e2e_seconds_count 1"]
+    {
+        assert!(metrics.contains(count), "{count} is missing in\n{metrics}");
+    }
 }
 
 #[tokio::test]
@@ -194,6 +198,10 @@ async fn the_last_token_may_complete_a_stop_string() {
     let body = cluster.client.post(CHAT, &ask(json!({"stop": "cd", "max_tokens": 4}))).await.json();
     assert_eq!(body["choices"][0]["message"]["content"], "ab");
     assert_eq!(body["choices"][0]["finish_reason"], "stop");
+    // The only one, which the prefill worker reports as the last one allowed.
+    let body = cluster.client.post(CHAT, &ask(json!({"stop": "a", "max_tokens": 1}))).await.json();
+    assert_eq!(body["choices"][0]["message"]["content"], "");
+    assert_eq!(body["choices"][0]["finish_reason"], "stop");
 }
 
 #[tokio::test]
@@ -243,7 +251,7 @@ async fn an_idle_stream_carries_comments_and_begins_in_time() {
 #[tokio::test]
 async fn without_prefill_workers_it_is_local_and_loud_and_colocated_is_neither() {
     let shape = Shape { num_prefill: 0, num_decode: 1 };
-    for (options, mode, fallbacks) in [(&[][..], "local", 1.0), (&["--colocated"][..], "colocated", 0.0)] {
+    for (options, mode, fallbacks) in [(&[][..], "local", 1), (&["--colocated"][..], "colocated", 0)] {
         let cluster = Cluster::start(shape, Script::says("hello"), options).await;
         let answer = cluster.client.post(CHAT, &ask(json!({}))).await;
         assert_eq!(answer.json()["choices"][0]["message"]["content"], "hello");
@@ -253,6 +261,6 @@ async fn without_prefill_workers_it_is_local_and_loud_and_colocated_is_neither()
         );
         assert_eq!(answer.json()["baton"]["kv"]["bytes"], 0);
         assert!(cluster.decode[0].decodes()[0].local);
-        assert_eq!(cluster.metric("baton_local_fallbacks_total").await, fallbacks);
+        assert_eq!(cluster.router.metrics().local_fallbacks.get(), fallbacks);
     }
 }

@@ -1,6 +1,7 @@
 //! A small HTTP client.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request};
@@ -63,6 +64,11 @@ pub(crate) fn events(text: &str) -> Vec<String> {
     text.lines().filter_map(|line| line.strip_prefix("data: ")).map(str::to_owned).collect()
 }
 
+/// A test that waits for nothing fails instead of hanging.
+async fn bounded<T>(wait: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(30), wait).await.expect("something within 30 s")
+}
+
 /// A response whose body is read bit by bit.
 pub(crate) struct Stream {
     pub(crate) status: u16,
@@ -75,7 +81,7 @@ impl Stream {
     /// Reads until the text seen so far contains `part`; false when the body ends before.
     pub(crate) async fn until(&mut self, part: &str) -> bool {
         while !self.seen.contains(part) {
-            match self.body.frame().await {
+            match bounded(self.body.frame()).await {
                 Some(Ok(frame)) => {
                     if let Ok(data) = frame.into_data() {
                         self.seen.push_str(std::str::from_utf8(&data).expect("UTF-8"));
@@ -122,7 +128,7 @@ impl Client {
         body: Bytes,
     ) -> Answer {
         let Stream { status, headers, body, .. } = self.open(method, path, headers, body).await;
-        let body = body.collect().await.expect("a whole body").to_bytes().to_vec();
+        let body = bounded(body.collect()).await.expect("a whole body").to_bytes().to_vec();
         Answer { status, headers, body }
     }
 
@@ -139,7 +145,7 @@ impl Client {
             request = request.header(*name, *value);
         }
         let request = request.body(Full::new(body)).expect("a request");
-        let response = self.pool.request(request).await.expect("a response");
+        let response = bounded(self.pool.request(request)).await.expect("a response");
         let (head, body) = response.into_parts();
         Stream { status: head.status.as_u16(), headers: head.headers, body, seen: String::new() }
     }

@@ -40,10 +40,35 @@ pub(crate) struct Script {
     pub(crate) prefill_hangs: bool,
     /// The decode leg says nothing after the token of this index.
     pub(crate) decode_hangs_after: Option<u32>,
-    /// The decode leg's stream ends without a last word before the token of this index, the first time.
+    /// The decode leg's stream ends without a last word before the token of this index, once in a cluster.
     pub(crate) decode_breaks_before: Option<u32>,
     /// Every leg is refused so.
     pub(crate) refuses: Option<v1::Cause>,
+    /// What the workers of one cluster know of each other.
+    pub(crate) shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Shared {
+    /// Legs whose first token was sampled: nothing is committed before.
+    sampled: watch::Sender<Vec<Bytes>>,
+    num_broken: AtomicUsize,
+}
+
+impl Shared {
+    fn name(key: &v1::HandoffKey) -> Bytes {
+        [key.request.as_ref(), &key.attempt.to_be_bytes()].concat().into()
+    }
+
+    fn commit(&self, key: &v1::HandoffKey) {
+        self.sampled.send_modify(|sampled| sampled.push(Self::name(key)));
+    }
+
+    async fn committed(&self, key: &v1::HandoffKey) {
+        let name = Self::name(key);
+        let mut sampled = self.sampled.subscribe();
+        let _ = sampled.wait_for(|sampled| sampled.contains(&name)).await;
+    }
 }
 
 impl Script {
@@ -56,6 +81,7 @@ impl Script {
             decode_hangs_after: None,
             decode_breaks_before: None,
             refuses: None,
+            shared: Arc::default(),
         }
     }
 
@@ -80,7 +106,6 @@ struct State {
     decodes: Mutex<Vec<v1::DecodeRequest>>,
     num_open: AtomicUsize,
     num_cancelled: AtomicUsize,
-    num_broken: AtomicUsize,
 }
 
 pub(crate) struct FakeWorker {
@@ -149,7 +174,6 @@ impl FakeWorker {
             decodes: Mutex::default(),
             num_open: AtomicUsize::new(0),
             num_cancelled: AtomicUsize::new(0),
-            num_broken: AtomicUsize::new(0),
         });
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -370,6 +394,7 @@ impl Prefill for Service {
                 times: Some(v1::PrefillTimes { num_chunks: 1, ..v1::PrefillTimes::default() }),
             };
             let _ = send(Event::FirstToken(first)).await;
+            script.shared.commit(request.key.as_ref().expect("a key"));
             if finish == v1::FinishReason::Unspecified {
                 let done = v1::HandoffDone { bytes: 4096, frames: 4, resent_frames: 0 };
                 let _ = send(Event::HandoffDone(done)).await;
@@ -406,8 +431,8 @@ async fn decode(
         let _ = send(Event::Failed(failed(cause))).await;
         return;
     }
-    if script.prefill_hangs && !request.local {
-        std::future::pending::<()>().await;
+    if !request.local {
+        script.shared.committed(request.key.as_ref().expect("a key")).await;
     }
     let kv = v1::KvCost { bytes: 4096, frames: 4, total_us: 2500, exposed_us: 500, ..v1::KvCost::default() };
     let kv = (!request.local).then_some(kv);
@@ -417,7 +442,8 @@ async fn decode(
     let end = request.num_generated + stopping.max_new_tokens;
     let mut batch = Vec::new();
     for index in first..end {
-        if script.decode_breaks_before == Some(index) && state.num_broken.fetch_add(1, Ordering::SeqCst) == 0
+        if script.decode_breaks_before == Some(index)
+            && script.shared.num_broken.fetch_add(1, Ordering::SeqCst) == 0
         {
             return;
         }

@@ -20,9 +20,10 @@ fn text_of(events: &[String]) -> String {
 #[tokio::test]
 async fn a_stream_that_breaks_is_resumed_without_gap_or_repetition() {
     let shape = Shape { num_prefill: 1, num_decode: 2 };
-    let script = Script { decode_breaks_before: Some(5), ..Script::says("abcdefghijkl") };
+    let pace = Duration::from_millis(5);
+    let script = Script { decode_breaks_before: Some(5), pace, ..Script::says("abcdefghijkl") };
     let cluster = Cluster::start(shape, script, &[]).await;
-    // Each decode worker breaks once; a request survives one lost worker.
+    cluster.until_all_ready().await;
     let answer = cluster.client.post(PLAIN, &json!({"prompt": "x", "stream": true})).await;
     let events = answer.events();
     assert_eq!(events.last().map(String::as_str), Some("[DONE]"), "{}", answer.text());
@@ -45,6 +46,7 @@ async fn a_killed_decode_worker_is_replaced_by_another() {
     let shape = Shape { num_prefill: 1, num_decode: 2 };
     let script = Script { pace: Duration::from_millis(20), ..Script::says("abcdefghijklmnop") };
     let mut cluster = Cluster::start(shape, script, &[]).await;
+    cluster.until_all_ready().await;
     let mut stream =
         cluster.client.stream(PLAIN, &[], &json!({"prompt": "x", "stream": true, "max_tokens": 16})).await;
     assert!(stream.until("\"c\"").await);
@@ -78,7 +80,8 @@ async fn a_worker_that_freezes_is_found_by_its_silence() {
         decode_hangs_after: Some(6),
         ..Script::says("abcdefghijklmnop")
     };
-    let cluster = Cluster::start(shape, script, &[]).await;
+    let cluster = Cluster::start(shape, script, &["--heartbeat-timeout", "1"]).await;
+    cluster.until_all_ready().await;
     let mut stream = cluster.client.stream(PLAIN, &[], &json!({"prompt": "x", "stream": true})).await;
     assert!(stream.until("\"g\"").await, "it hangs after g");
     let frozen = cluster.decode.iter().position(|worker| worker.num_open() > 0).expect("one decodes");
@@ -116,6 +119,7 @@ async fn refusals_have_a_status_before_the_first_token_and_none_is_a_success() {
 async fn a_killed_prefill_worker_is_replaced_before_the_first_token() {
     let shape = Shape { num_prefill: 2, num_decode: 1 };
     let mut cluster = Cluster::start(shape, Script::says("hello"), &[]).await;
+    cluster.until_all_ready().await;
     cluster.prefill[0].kill();
     // The router may not have noticed yet: the request must not either way.
     for _ in 0..4 {

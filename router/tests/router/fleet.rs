@@ -34,6 +34,7 @@ async fn health_follows_the_workers() {
     })
     .await;
     assert!(says(503, "a ready decode worker").await);
+    eventually("the tokenizer is ready", async || client.get("/v1/models").await.status == 200).await;
     let answer = client.post(PLAIN, &json!({"prompt": "x"})).await;
     assert_eq!((answer.status, answer.header("retry-after")), (503, Some("1")));
     assert!(answer.error()["message"].to_string().contains("a ready decode worker"));
@@ -55,12 +56,12 @@ async fn health_follows_the_workers() {
     decode[0].kill();
     eventually("the decode worker is missed", async || says(503, "a ready decode worker").await).await;
     let metrics = client.get("/metrics").await.text();
-    assert!(metrics.contains("baton_workers{role=\"decode\",state=\"unreachable\"} 1"), "{metrics}");
+    assert!(metrics.contains("{role=\"decode\",state=\"unreachable\"} 1"), "{metrics}");
 }
 
 #[tokio::test]
 async fn a_silent_worker_is_not_ready_and_comes_back() {
-    let cluster = Cluster::start(ONE_PAIR, Script::says("hello"), &[]).await;
+    let cluster = Cluster::start(ONE_PAIR, Script::says("hello"), &["--heartbeat-timeout", "0.5"]).await;
     cluster.decode[0].mute();
     eventually("it is missed", async || cluster.client.get("/health").await.status == 503).await;
     let health = cluster.client.get("/health").await.json();
@@ -89,7 +90,7 @@ async fn another_process_at_the_same_address_is_noticed() {
     let mut cluster = Cluster::start(ONE_PAIR, Script::says("hello"), &[]).await;
     let at = cluster.decode[0].socket();
     cluster.decode[0].kill();
-    let again = FakeWorker::start_at(at, Kind::Decode, Arc::new(Script::says("again")), State::Ready);
+    let again = FakeWorker::start_at(at, Kind::Decode, Arc::clone(&cluster.script), State::Ready);
     eventually("the new process serves", async || {
         let answer = cluster.client.post(PLAIN, &json!({"prompt": "x"})).await;
         assert!(
@@ -155,10 +156,7 @@ async fn the_least_loaded_workers_are_chosen() {
     let shape = crate::harness::Shape { num_prefill: 2, num_decode: 2 };
     let script = Script { decode_hangs_after: Some(1), ..Script::says("hello") };
     let cluster = Cluster::start(shape, script, &[]).await;
-    eventually("all four are ready", async || {
-        cluster.client.get("/health").await.json()["workers"].to_string().matches("\"ready\"").count() == 4
-    })
-    .await;
+    cluster.until_all_ready().await;
     let mut streams = Vec::new();
     for _ in 0..6 {
         let mut stream = cluster.client.stream(PLAIN, &[], &json!({"prompt": "x", "stream": true})).await;
@@ -191,7 +189,7 @@ async fn busy_ports_and_unusable_models_are_one_clear_line() {
 #[tokio::test]
 async fn at_shutdown_running_requests_end_and_new_ones_are_refused() {
     let script = Script { pace: Duration::from_millis(30), ..Script::says("abcdefghij") };
-    let Cluster { router, client, prefill, decode } = Cluster::start(ONE_PAIR, script, &[]).await;
+    let Cluster { router, client, prefill, decode, .. } = Cluster::start(ONE_PAIR, script, &[]).await;
     let mut stream = client.stream(PLAIN, &[], &json!({"prompt": "x", "stream": true})).await;
     assert!(stream.until("\"b\"").await);
     let address = router.http;

@@ -10,6 +10,7 @@ use crate::client::Client;
 use crate::fake::{FakeWorker, Kind, Script};
 
 #[derive(Parser)]
+#[command(args_override_self = true)]
 struct Command {
     #[command(flatten)]
     router: RouterConfig,
@@ -21,6 +22,7 @@ pub(crate) struct Cluster {
     pub(crate) prefill: Vec<FakeWorker>,
     pub(crate) decode: Vec<FakeWorker>,
     pub(crate) client: Client,
+    pub(crate) script: Arc<Script>,
 }
 
 /// How many workers of each kind.
@@ -36,7 +38,7 @@ pub(crate) const ONE_PAIR: Shape = Shape { num_prefill: 1, num_decode: 1 };
 pub(crate) fn config(prefill: &[FakeWorker], decode: &[FakeWorker], options: &[&str]) -> RouterConfig {
     let mut arguments: Vec<String> = ["router", "--model", "builtin:tiny", "--http-listen", "127.0.0.1:0"]
         .iter()
-        .chain(&["--grpc-listen", "127.0.0.1:0", "--heartbeat-timeout", "0.5"])
+        .chain(&["--grpc-listen", "127.0.0.1:0", "--heartbeat-timeout", "10"])
         .map(ToString::to_string)
         .collect();
     for (option, workers) in [("--prefill-worker", prefill), ("--decode-worker", decode)] {
@@ -67,11 +69,19 @@ impl Cluster {
         let decode = workers(Kind::Decode, shape.num_decode);
         let router = Router::start(config(&prefill, &decode, options)).await.expect("router starts");
         let client = Client::new(router.http);
-        Self { router, prefill, decode, client }
+        Self { router, prefill, decode, client, script }
     }
 
     pub(crate) async fn until_healthy(&self) {
         eventually("the router is healthy", async || self.client.get("/health").await.status == 200).await;
+    }
+
+    pub(crate) async fn until_all_ready(&self) {
+        let num = self.prefill.len() + self.decode.len();
+        eventually("every worker is ready", async || {
+            self.client.get("/health").await.json()["workers"].to_string().matches("\"ready\"").count() == num
+        })
+        .await;
     }
 
     /// Requests that reached any worker.
@@ -87,11 +97,14 @@ impl Cluster {
         eventually("every leg is closed", async || self.num_open() == 0).await;
     }
 
-    /// The value of a metric, labels as written; 0 when it is not there.
-    pub(crate) async fn metric(&self, name: &str) -> f64 {
-        let text = self.client.get("/metrics").await.text();
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        line.map_or(0.0, |value| value.parse().expect("a number"))
+    /// Requests that ended so.
+    pub(crate) fn num_ended(&self, mode: &'static str, outcome: &'static str) -> u64 {
+        self.router.metrics().num_requests_ended(mode, outcome)
+    }
+
+    /// Requests that have not ended.
+    pub(crate) fn num_in_flight(&self) -> i64 {
+        self.router.metrics().num_requests_in_flight.get()
     }
 }
 

@@ -109,7 +109,7 @@ async fn models_health_and_metrics_say_what_is_served() {
     assert!(
         metrics.header("content-type").is_some_and(|kind| kind.starts_with("application/openmetrics-text"))
     );
-    assert!(metrics.text().contains("baton_workers{role=\"decode\",state=\"ready\"} 1"));
+    assert!(metrics.text().contains("{role=\"decode\",state=\"ready\"} 1"));
     assert!(metrics.text().ends_with("# EOF\n"));
     let body = json!({"model": "yours", "messages": [{"role": "user", "content": "x"}]});
     let error = cluster.client.post(CHAT, &body).await.error();

@@ -71,19 +71,19 @@ impl RouterMetrics {
 
     fn register(&self, registry: &mut Registry) {
         let requests = self.requests.clone();
-        registry.register("baton_requests", "Requests that ended, by mode and outcome.", requests);
+        registry.register("baton_requests", "Requests that ended, by mode and outcome", requests);
         let in_flight = self.num_requests_in_flight.clone();
-        registry.register("baton_num_requests_in_flight", "Requests accepted and not yet ended.", in_flight);
+        registry.register("baton_num_requests_in_flight", "Requests accepted and not yet ended", in_flight);
         registry.register(
             "baton_local_fallbacks",
-            "Requests computed wholly on a decode worker for want of a prefill worker.",
+            "Requests computed wholly on a decode worker for want of a prefill worker",
             self.local_fallbacks.clone(),
         );
         let histograms = [
-            ("baton_ttft_seconds", "Time to first token.", &self.ttft),
-            ("baton_itl_seconds", "Time between consecutive tokens.", &self.itl),
-            ("baton_tpot_seconds", "Mean time per output token after the first, per request.", &self.tpot),
-            ("baton_e2e_seconds", "Duration of whole requests.", &self.e2e),
+            ("baton_ttft_seconds", "Time to first token", &self.ttft),
+            ("baton_itl_seconds", "Time between consecutive tokens", &self.itl),
+            ("baton_tpot_seconds", "Mean time per output token after the first, per request", &self.tpot),
+            ("baton_e2e_seconds", "Duration of whole requests", &self.e2e),
         ];
         for (name, help, histogram) in histograms {
             registry.register(name, help, histogram.clone());

@@ -109,22 +109,22 @@ impl WorkerMetrics {
     fn register(&self, registry: &mut Registry) {
         let (computed, hits) = (&self.prompt_tokens_computed, &self.prefix_hit_tokens);
         let counters = [
-            ("baton_prompt_tokens_computed", "Prompt tokens run through the model here.", computed),
-            ("baton_prefix_hit_tokens", "Prompt tokens found in the prefix cache.", hits),
-            ("baton_generated_tokens", "Tokens sampled here.", &self.generated_tokens),
-            ("baton_kv_sent_bytes", "KV payload bytes sent, resends included.", &self.kv_sent_bytes),
-            ("baton_kv_received_bytes", "KV payload bytes received and verified.", &self.kv_received_bytes),
-            ("baton_kv_frames_corrupt", "KV frames whose checksum was wrong.", &self.kv_frames_corrupt),
-            ("baton_kv_frames_resent", "KV frames sent a second time.", &self.kv_frames_resent),
+            ("baton_prompt_tokens_computed", "Prompt tokens run through the model here", computed),
+            ("baton_prefix_hit_tokens", "Prompt tokens found in the prefix cache", hits),
+            ("baton_generated_tokens", "Tokens sampled here", &self.generated_tokens),
+            ("baton_kv_sent_bytes", "KV payload bytes sent, resends included", &self.kv_sent_bytes),
+            ("baton_kv_received_bytes", "KV payload bytes received and verified", &self.kv_received_bytes),
+            ("baton_kv_frames_corrupt", "KV frames whose checksum was wrong", &self.kv_frames_corrupt),
+            ("baton_kv_frames_resent", "KV frames sent a second time", &self.kv_frames_resent),
         ];
         for (name, help, counter) in counters {
             registry.register(name, help, counter.clone());
         }
-        registry.register("baton_handoffs", "Handoffs that ended, by outcome.", self.handoffs.clone());
+        registry.register("baton_handoffs", "Handoffs that ended, by outcome", self.handoffs.clone());
         let histograms = [
-            ("baton_step_duration_seconds", "Duration of one engine step.", &self.step_duration),
-            ("baton_kv_exposed_seconds", "Transfer time that a client waited for.", &self.kv_exposed),
-            ("baton_kv_transfer_seconds", "Duration of whole KV transfers.", &self.kv_transfer),
+            ("baton_step_duration_seconds", "Duration of one engine step", &self.step_duration),
+            ("baton_kv_exposed_seconds", "Transfer time that a client waited for", &self.kv_exposed),
+            ("baton_kv_transfer_seconds", "Duration of whole KV transfers", &self.kv_transfer),
         ];
         for (name, help, histogram) in histograms {
             registry.register(name, help, histogram.clone());
