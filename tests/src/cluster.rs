@@ -7,6 +7,8 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::client::{self, Answer, Completion, EventStream};
+use crate::proxy::Proxy;
+use crate::worker::{Role, Worker, read_address, scrape};
 use crate::{LogDir, Metrics, Process, eventually};
 
 /// The longest wait until a cluster could serve.
@@ -35,6 +37,10 @@ pub struct ClusterConfig {
     pub precision: Option<String>,
     /// `--kv-dtype` of each worker.
     pub kv_dtype: Option<String>,
+    /// `--prefix-cache` of each worker; off, so that a repeated prompt is computed and moved again.
+    pub prefix_cache: bool,
+    /// Put a [`Proxy`] before each decode worker.
+    pub proxied: bool,
     /// More arguments of both kinds of worker.
     pub worker_args: Vec<String>,
     /// More arguments of prefill workers.
@@ -58,6 +64,8 @@ impl Default for ClusterConfig {
             block_size: None,
             precision: None,
             kv_dtype: None,
+            prefix_cache: false,
+            proxied: false,
             worker_args: Vec::new(),
             prefill_args: Vec::new(),
             decode_args: Vec::new(),
@@ -86,6 +94,7 @@ impl ClusterConfig {
 
     fn worker_args(&self) -> Vec<String> {
         let mut args = strings(&["--model", &self.model, "--threads", &self.threads.to_string()]);
+        args.extend(strings(&["--prefix-cache", if self.prefix_cache { "on" } else { "off" }]));
         let options = [
             ("--kv-memory", Some(self.kv_memory.clone()).filter(|size| !size.is_empty())),
             ("--max-step-tokens", self.max_step_tokens.map(|n| n.to_string())),
@@ -106,118 +115,13 @@ pub fn strings(texts: &[&str]) -> Vec<String> {
     texts.iter().map(|&text| text.to_owned()).collect()
 }
 
-/// Which kind of worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
-    /// `baton prefill-worker`.
-    Prefill,
-    /// `baton decode-worker`.
-    Decode,
-}
-
-impl Role {
-    /// The subcommand, which is its name in metrics too, less `-worker`.
-    const fn command(self) -> &'static str {
-        match self {
-            Self::Prefill => "prefill-worker",
-            Self::Decode => "decode-worker",
-        }
-    }
-}
-
-/// One worker: its process, and where it listens.
-pub struct Worker {
-    /// The process.
-    pub process: Process,
-    /// Its gRPC and metrics address; kept over a restart.
-    pub address: SocketAddr,
-    args: Vec<String>,
-    role: Role,
-}
-
-impl Worker {
-    /// Starts one on an ephemeral port and waits for its address, not for its model.
-    ///
-    /// # Panics
-    /// When it ends, or tells no address.
-    pub async fn start(role: Role, name: &str, dir: &Path, args: Vec<String>) -> Self {
-        Self::start_at(role, name, dir, args, SocketAddr::from(([127, 0, 0, 1], 0))).await
-    }
-
-    /// As [`Worker::start`], at a given address.
-    ///
-    /// # Panics
-    /// As [`Worker::start`].
-    pub async fn start_at(role: Role, name: &str, dir: &Path, args: Vec<String>, at: SocketAddr) -> Self {
-        let file = dir.join(format!("{name}.address"));
-        let mut all = strings(&[role.command(), "--listen", &at.to_string(), "--address-file"]);
-        all.push(file.display().to_string());
-        all.extend(args.iter().cloned());
-        let mut process = Process::start(name, dir, &all, &[]);
-        let address = read_address(&mut process, &file).await;
-        Self { process, address, args, role }
-    }
-
-    /// Starts it again on the port it had, after it was killed.
-    pub fn restart(&mut self, dir: &Path) {
-        self.process.kill();
-        let mut all = strings(&[self.role.command(), "--listen", &self.address.to_string()]);
-        all.extend(self.args.iter().cloned());
-        let name = self.process.name.clone();
-        self.process = Process::start(&name, dir, &all, &[]);
-    }
-
-    /// What its `/metrics` says.
-    ///
-    /// # Errors
-    /// It can't be reached.
-    pub async fn metrics(&self) -> Result<Metrics, String> {
-        scrape(self.address).await
-    }
-
-    /// Whether its blocks are all free and it knows no sequence; else what it says.
-    ///
-    /// # Errors
-    /// What is not at its baseline.
-    pub async fn at_baseline(&self) -> Result<(), String> {
-        let metrics = self.metrics().await?;
-        let blocks = |state| metrics.sum("baton_blocks", &[("state", state)]);
-        let total = metrics.sum("baton_blocks_total_configured", &[]);
-        let num_requests = metrics.sum("baton_num_requests", &[]);
-        // What only the prefix cache holds is allocatable.
-        let (free, held, draining) = (blocks("free") + blocks("cached"), blocks("held"), blocks("draining"));
-        if total > 0.0 && free == total && held == 0.0 && draining == 0.0 && num_requests == 0.0 {
-            return Ok(());
-        }
-        let name = &self.process.name;
-        Err(format!(
-            "{name}: free {free}, held {held}, draining {draining} of {total}; {num_requests} requests"
-        ))
-    }
-}
-
-/// Reads the address a role wrote after it was bound.
-async fn read_address(process: &mut Process, file: &Path) -> SocketAddr {
-    eventually(&format!("{} writes its address", process.name), Duration::from_secs(20), async || {
-        if let Some(status) = process.try_status() {
-            panic!("{} ended with {status}:\n{}", process.name, process.output());
-        }
-        let text = std::fs::read_to_string(file).map_err(|error| error.to_string())?;
-        text.trim().parse().map_err(|error| format!("'{text}': {error}"))
-    })
-    .await
-}
-
-/// What `/metrics` at an address says.
+/// A port that nobody uses now. Another process may take it before it is used, so only what can't pick its own gets one.
 ///
-/// # Errors
-/// It can't be reached, or answers with an error.
-pub async fn scrape(at: SocketAddr) -> Result<Metrics, String> {
-    let answer = client::request(at, "GET", "/metrics", None).await?;
-    if !answer.status.is_success() {
-        return Err(format!("/metrics: {} {}", answer.status, answer.text()));
-    }
-    Ok(Metrics::parse(&answer.text()))
+/// # Panics
+/// When there is none.
+pub fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("an address").port()
 }
 
 /// Router, prefill workers, decode workers. Dropping it kills them by their ids.
@@ -232,6 +136,8 @@ pub struct Cluster {
     pub prefill: Vec<Worker>,
     /// Decode workers.
     pub decode: Vec<Worker>,
+    /// What stands before each of them, when [`ClusterConfig::proxied`].
+    pub proxies: Vec<Proxy>,
     // Last: the logs outlive the processes that write them.
     logs: LogDir,
 }
@@ -255,16 +161,35 @@ impl Cluster {
         let logs = LogDir::new();
         let dir = logs.path();
         let (mut prefill, mut decode) = (Vec::new(), Vec::new());
+        let mut proxies = Vec::new();
         for nth in 0..config.num_decode {
-            let args = [config.worker_args(), config.decode_args.clone()].concat();
+            let mut args = [config.worker_args(), config.decode_args.clone()].concat();
+            let bulk_port = free_port();
+            if config.proxied {
+                args.extend(strings(&["--bulk-port", &bulk_port.to_string()]));
+            }
             decode.push(Worker::start(Role::Decode, &format!("decode-{nth}"), dir, args).await);
+            if config.proxied {
+                proxies.push(Proxy::start(decode[nth].address, bulk_port).await);
+            }
         }
         for nth in 0..config.num_prefill {
             let args = [config.worker_args(), config.prefill_args.clone()].concat();
             prefill.push(Worker::start(Role::Prefill, &format!("prefill-{nth}"), dir, args).await);
         }
-        let (router, http, grpc) = start_router(config, dir, &prefill, &decode).await;
-        Self { router, http, grpc, prefill, decode, logs }
+        let prefill_at: Vec<SocketAddr> = prefill.iter().map(|worker| worker.address).collect();
+        let decode_at: Vec<SocketAddr> = match config.proxied {
+            true => proxies.iter().map(|proxy| proxy.address).collect(),
+            false => decode.iter().map(|worker| worker.address).collect(),
+        };
+        let (router, http, grpc) = start_router(config, dir, &prefill_at, &decode_at).await;
+        Self { router, http, grpc, prefill, decode, proxies, logs }
+    }
+
+    /// All its processes.
+    pub fn processes(&self) -> impl Iterator<Item = &Process> {
+        let workers = self.prefill.iter().chain(&self.decode).map(|worker| &worker.process);
+        std::iter::once(&self.router).chain(workers)
     }
 
     /// Where logs and other files of this cluster lie.
@@ -439,19 +364,16 @@ pub fn with(mut body: Value, more: Value) -> Value {
 async fn start_router(
     config: &ClusterConfig,
     dir: &Path,
-    prefill: &[Worker],
-    decode: &[Worker],
+    prefill: &[SocketAddr],
+    decode: &[SocketAddr],
 ) -> (Process, SocketAddr, SocketAddr) {
     let (http_file, grpc_file) = (dir.join("router.http"), dir.join("router.grpc"));
     let mut args = strings(&["router", "--http-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0"]);
     args.extend(["--http-address-file".into(), http_file.display().to_string()]);
     args.extend(["--grpc-address-file".into(), grpc_file.display().to_string()]);
     args.extend(["--model".into(), config.model.clone()]);
-    for worker in prefill {
-        args.extend(["--prefill-worker".into(), worker.address.to_string()]);
-    }
-    for worker in decode {
-        args.extend(["--decode-worker".into(), worker.address.to_string()]);
+    for (option, workers) in [("--prefill-worker", prefill), ("--decode-worker", decode)] {
+        args.extend(workers.iter().flat_map(|worker| [option.to_owned(), worker.to_string()]));
     }
     if config.colocated {
         args.push("--colocated".into());

@@ -10,9 +10,11 @@ pub mod cluster;
 pub mod golden;
 pub mod metrics;
 pub mod process;
+pub mod proxy;
 pub mod seed;
 pub mod source;
 pub mod wait;
+pub mod worker;
 
 pub use client::{Answer, Completion, EventStream};
 pub use cluster::{Cluster, ClusterConfig};

@@ -154,6 +154,13 @@ impl Process {
         self.wait(Duration::from_secs(10));
     }
 
+    /// Memory it has in RAM; 0 when it has ended.
+    pub fn resident_bytes(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap_or_default();
+        let kib = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        kib.and_then(|text| text.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) * 1024
+    }
+
     /// Everything below it in the process table.
     pub fn descendants(&self) -> Vec<u32> {
         descendants(self.pid())

@@ -8,13 +8,13 @@ pub struct Random {
 }
 
 impl Random {
-    /// From `BATON_TEST_SEED`, else a new seed; prints which.
+    /// From `BATON_SEED`, else a new seed; prints which.
     pub fn from_env(test: &str) -> Self {
-        let seed = std::env::var("BATON_TEST_SEED")
+        let seed = std::env::var("BATON_SEED")
             .ok()
             .and_then(|text| text.parse().ok())
             .unwrap_or_else(|| RandomState::new().hash_one(test));
-        eprintln!("{test}: BATON_TEST_SEED={seed}");
+        eprintln!("{test}: BATON_SEED={seed}");
         Self { state: seed }
     }
 

@@ -147,6 +147,11 @@ async fn a_second_live_request_with_one_id_is_refused() {
     let (body, first) = (long.clone(), mine);
     let task =
         tokio::spawn(async move { request_with(http, "POST", "/v1/completions", Some(&body), &first).await });
+    eventually("the first decodes", Duration::from_secs(10), async || {
+        let running = cluster.decode_sum("baton_num_requests", &[("stage", "running")]).await;
+        if running > 0.0 { Ok(()) } else { Err("nothing runs".to_owned()) }
+    })
+    .await;
     let second = eventually("the second is refused", Duration::from_secs(10), async || {
         let answer = request_with(http, "POST", "/v1/completions", Some(&greedy(&[65], 1)), &mine).await?;
         if answer.status == 200 { Err("accepted".to_owned()) } else { Ok(answer) }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use baton_tests::cluster::{greedy, with};
 use baton_tests::seed::Random;
-use baton_tests::{Cluster, ClusterConfig, EventStream, Turn, eventually};
+use baton_tests::{Cluster, ClusterConfig, EventStream, Process, Turn, eventually};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
@@ -136,4 +136,34 @@ async fn a_killed_router_leaves_no_blocks_behind() {
         Ok(())
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hundred_rounds_of_cancels_leave_memory_flat() {
+    let _turn = Turn::take();
+    let mut random = Random::from_env("a_hundred_rounds_of_cancels");
+    let cluster = Cluster::start(ClusterConfig::default()).await;
+    let mut after_warm_up = Vec::new();
+    for round in 0..120 {
+        let mut tasks = JoinSet::new();
+        for _ in 0..8 {
+            let length = random.within(1..300);
+            let body = streamed(&mut random, length, 1000);
+            let hang_up = Some(Duration::from_millis(random.within(0..40) as u64));
+            let http = cluster.http;
+            tasks.spawn(async move { run(http, body, hang_up).await });
+        }
+        while tasks.join_next().await.is_some() {}
+        if round == 20 {
+            cluster.wait_baseline(BASELINE).await;
+            after_warm_up = cluster.processes().map(Process::resident_bytes).collect();
+        }
+    }
+    cluster.wait_baseline(BASELINE).await;
+    for (process, before) in cluster.processes().zip(after_warm_up) {
+        let now = process.resident_bytes();
+        eprintln!("{}: {} KiB, then {} KiB", process.name, before >> 10, now >> 10);
+        // Allocators keep some slack; 800 requests that each left their blocks' bookkeeping would show.
+        assert!(now < before + (16 << 20), "{}: {before} bytes, 100 rounds later {now}", process.name);
+    }
 }

@@ -64,7 +64,9 @@ fn flags_win_over_environment_and_environment_over_file() {
     let base = ["decode-worker", "--model", "builtin:tiny", "--config", &file];
     let env = [("BATON_MAX_NUM_SEQS", "602")];
     let flag = [&base[..], &["--max-num-seqs", "603"]].concat();
-    for (args, env, wanted) in [(&base[..], &[][..], "601"), (&base[..], &env[..], "602"), (&flag[..], &env[..], "603")] {
+    for (args, env, wanted) in
+        [(&base[..], &[][..], "601"), (&base[..], &env[..], "602"), (&flag[..], &env[..], "603")]
+    {
         let (code, said) = run(args, env);
         assert!(code == 2 && said.contains(wanted), "{code}: {said}");
     }

@@ -4,8 +4,9 @@ use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use baton_tests::client::{self, ANSWER_BOUND};
-use baton_tests::cluster::{Role, Worker, greedy, strings, with};
+use baton_tests::cluster::{greedy, strings, with};
 use baton_tests::seed::Random;
+use baton_tests::worker::{Role, Worker};
 use baton_tests::{Cluster, ClusterConfig, Completion, EventStream, Turn, eventually};
 use serde_json::json;
 
@@ -57,8 +58,14 @@ async fn a_prefill_worker_killed_in_mid_transfer_costs_its_request_nothing() {
     let _turn = Turn::take();
     let mut random = Random::from_env("a_prefill_worker_killed_in_mid_transfer");
     for num_prefill in [2, 1] {
-        let mut cluster = Cluster::start(ClusterConfig { num_prefill, ..quick() }).await;
-        let body = greedy(&random.tiny_prompt(20_000), 16);
+        let config = ClusterConfig {
+            num_prefill,
+            max_step_tokens: Some(64),
+            worker_args: strings(&["--max-num-seqs", "64"]),
+            ..quick()
+        };
+        let mut cluster = Cluster::start(config).await;
+        let body = greedy(&random.tiny_prompt(4000), 16);
         let undisturbed = cluster.completion(&body).await;
         cluster.wait_baseline(Duration::from_secs(5)).await;
         let received = cluster.decode_sum("baton_kv_received_bytes_total", &[]).await;

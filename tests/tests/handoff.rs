@@ -64,6 +64,37 @@ async fn the_default_model_moves_23_040_bytes_a_token() {
     check_bytes(ClusterConfig::golden(&model), &[1, 16, 100], SMOLLM_TOKEN_BYTES).await;
 }
 
+/// Tokens that a prefix cache has are neither computed nor moved, and the answer stays the same; a prompt that is all cached too.
+#[tokio::test]
+async fn what_a_prefix_cache_has_is_not_moved_again() {
+    let _turn = Turn::take();
+    let mut random = Random::from_env("what_a_prefix_cache_has");
+    let cluster = Cluster::start(ClusterConfig { prefix_cache: true, ..ClusterConfig::default() }).await;
+    let plain = Cluster::start(ClusterConfig::default()).await;
+    let shared = random.tiny_prompt(320);
+    let mut num_tokens = 0;
+    for round in 0..3 {
+        for length in [320, 319, 321, 336, 500] {
+            let own = random.tiny_prompt(200);
+            let prompt: Vec<u32> = shared.iter().chain(&own).take(length).copied().collect();
+            let body = greedy(&prompt, 12);
+            let (got, wanted) = (cluster.completion(&body).await, plain.completion(&body).await);
+            assert_eq!(got.token_ids, wanted.token_ids, "round {round}, {length} tokens");
+            num_tokens += length;
+        }
+    }
+    let hits = [
+        cluster.prefill_sum("baton_prefix_hit_tokens_total", &[]).await,
+        cluster.decode_sum("baton_prefix_hit_tokens_total", &[]).await,
+    ];
+    assert!(hits.iter().all(|&hits| hits >= 304.0 * 12.0), "{hits:?} of {num_tokens} tokens");
+    let computed = cluster.prefill_sum("baton_prompt_tokens_computed_total", &[]).await;
+    assert_eq!(computed, num_tokens as f64 - hits[0]);
+    let received = cluster.decode_sum("baton_kv_received_bytes_total", &[]).await;
+    assert_eq!(received, (num_tokens as f64 - hits[1]) * TINY_TOKEN_BYTES);
+    cluster.wait_baseline(Duration::from_secs(5)).await;
+}
+
 /// Random prompts and sampling, so that a token that depended on where it was computed would show.
 #[tokio::test]
 async fn colocated_and_disaggregated_answer_the_same() {

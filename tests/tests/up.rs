@@ -4,7 +4,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
 use baton_tests::client;
-use baton_tests::cluster::strings;
+use baton_tests::cluster::{free_port, strings};
 use baton_tests::process::is_alive;
 use baton_tests::{LogDir, Process, Turn, eventually};
 use serde_json::json;
@@ -18,15 +18,9 @@ struct Up {
     _logs: LogDir,
 }
 
-/// Two ports nobody uses now. Another process may take one before `up` does; a test that needs many tries is a bug.
-fn free_ports() -> [u16; 2] {
-    let taken = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").expect("a port"));
-    taken.map(|listener| listener.local_addr().expect("an address").port())
-}
-
 fn start(args: &[&str]) -> Up {
     let logs = LogDir::new();
-    let [http, grpc] = free_ports();
+    let [http, grpc] = [free_port(), free_port()];
     let mut all = strings(&["up", "--http-port", &http.to_string(), "--grpc-port", &grpc.to_string()]);
     all.extend(strings(args));
     let process = Process::start("up", logs.path(), &all, &[]);
@@ -73,7 +67,11 @@ async fn it_gets_ready_chats_and_ends_by_ctrl_c() {
     // What it prints to be pasted works as pasted.
     let said = eventually("a curl line", Duration::from_secs(10), async || {
         let said = up.process.output().replace("\\\n", " ");
-        said.lines().find_map(|line| line.find("curl ").map(|at| line[at..].to_owned())).ok_or(said)
+        said.lines()
+            .map(str::trim)
+            .find(|line| line.starts_with("curl "))
+            .map(str::to_owned)
+            .ok_or_else(|| said.clone())
     })
     .await;
     let pasted = std::process::Command::new("bash").args(["-c", &said]).output().expect("bash runs");
@@ -176,8 +174,7 @@ async fn a_port_in_use_is_named_at_once() {
     let _turn = Turn::take();
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("an address").port().to_string();
-    let [free, _] = free_ports();
-    let (free, address) = (free.to_string(), format!("127.0.0.1:{port}"));
+    let (free, address) = (free_port().to_string(), format!("127.0.0.1:{port}"));
     let tiny = ["--model", "builtin:tiny"];
     for (args, option) in [
         (vec!["up", "--http-port", &port, "--grpc-port", &free], "--http-port"),
@@ -196,7 +193,7 @@ async fn a_port_in_use_is_named_at_once() {
 #[tokio::test]
 async fn what_can_not_work_ends_with_one_line_and_its_code() {
     let _turn = Turn::take();
-    let ports = free_ports().map(|port| port.to_string());
+    let ports = [free_port(), free_port()].map(|port| port.to_string());
     let up = ["up", "--http-port", &ports[0], "--grpc-port", &ports[1]];
     for (args, code, words) in [
         (vec!["--model", "/no/such/model.gguf"], 4, vec!["/no/such/model.gguf"]),
