@@ -8,6 +8,7 @@ pub mod binary;
 pub mod client;
 pub mod cluster;
 pub mod golden;
+pub mod metadata;
 pub mod metrics;
 pub mod process;
 pub mod proxy;

@@ -206,6 +206,47 @@ async fn a_decode_worker_that_stands_still_costs_its_requests_a_bounded_wait() {
     cluster.wait_baseline(NOTICED).await;
 }
 
+/// Its late frames must not reach blocks that were given to another sequence meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefill_worker_that_stands_still_in_mid_transfer_is_replaced_and_its_late_frames_harm_nobody() {
+    let _turn = Turn::take();
+    let mut random = Random::from_env("a_prefill_worker_that_stands_still");
+    // A pool that the sequences afterwards fill, so that the given-up blocks are used again.
+    let config = ClusterConfig {
+        kv_memory: "4M".into(),
+        max_step_tokens: Some(64),
+        worker_args: strings(&["--max-num-seqs", "64", "--context", "8192"]),
+        ..quick()
+    };
+    let mut cluster = Cluster::start(config).await;
+    let body = greedy(&random.tiny_prompt(4000), 16);
+    let others: Vec<_> = (0..8).map(|_| greedy(&random.tiny_prompt(900), 16)).collect();
+    let undisturbed = cluster.completion(&body).await.token_ids;
+    let mut wanted = Vec::new();
+    for other in &others {
+        wanted.push(cluster.completion(other).await.token_ids);
+    }
+    let received = cluster.decode_sum("baton_kv_received_bytes_total", &[]).await;
+    let (http, request) = (cluster.http, body.clone());
+    let task =
+        tokio::spawn(async move { client::request(http, "POST", "/v1/completions", Some(&request)).await });
+    eventually("some KV has arrived", Duration::from_secs(60), async || {
+        let now = cluster.decode_sum("baton_kv_received_bytes_total", &[]).await;
+        if now > received || task.is_finished() { Ok(()) } else { Err("none".to_owned()) }
+    })
+    .await;
+    assert!(!task.is_finished(), "the request was over before its worker could be stopped");
+    cluster.prefill[0].process.signal(libc::SIGSTOP);
+    let answer = task.await.expect("no panic").expect("an answer").expect(200);
+    assert_eq!(Completion::from_answer(&answer).token_ids, undisturbed);
+    cluster.prefill[0].process.signal(libc::SIGCONT);
+    for (other, wanted) in others.iter().zip(wanted) {
+        assert_eq!(cluster.completion(other).await.token_ids, wanted);
+    }
+    cluster.wait_ready().await;
+    cluster.wait_baseline(NOTICED).await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ready_means_that_a_chat_succeeds_and_that_a_pair_can_serve() {
     let _turn = Turn::take();

@@ -42,6 +42,10 @@ async fn check_bytes(config: ClusterConfig, lengths: &[usize], token_bytes: f64)
         cluster.decode_sum("baton_handoffs_total", &[("outcome", "committed")]).await,
         lengths.len() as f64
     );
+    assert_eq!(
+        cluster.prefill_sum("baton_handoffs_total", &[("outcome", "committed")]).await,
+        lengths.len() as f64
+    );
     assert_eq!(cluster.decode_sum("baton_kv_frames_corrupt_total", &[]).await, 0.0);
     cluster.wait_baseline(Duration::from_secs(5)).await;
 }

@@ -110,6 +110,43 @@ async fn numbers_of_workers_and_colocated_are_taken() {
     }
 }
 
+/// Cores that a process's compute threads may run on.
+fn compute_cores(pid: u32) -> Vec<String> {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("a running process").flatten();
+    let of_thread = threads.filter_map(|thread| {
+        let name = std::fs::read_to_string(thread.path().join("comm")).ok()?;
+        let status = std::fs::read_to_string(thread.path().join("status")).ok()?;
+        let cores =
+            status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?.trim().to_owned();
+        name.contains("step").then_some(cores)
+    });
+    of_thread.collect()
+}
+
+#[tokio::test]
+async fn prefill_and_decode_never_compute_on_one_core() {
+    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+        return baton_tests::skip("one core only");
+    }
+    let _turn = Turn::take();
+    let mut up = start(&["--model", "builtin:tiny"]);
+    up.wait_ready().await;
+    let of_role = |role: &str| {
+        let below = up.process.descendants().into_iter();
+        let mut found = below.filter(|pid| {
+            std::fs::read_to_string(format!("/proc/{pid}/cmdline"))
+                .is_ok_and(|command| command.contains(role))
+        });
+        compute_cores(found.next().unwrap_or_else(|| panic!("no {role} runs")))
+    };
+    let (prefill, decode) = (of_role("prefill-worker"), of_role("decode-worker"));
+    assert!(!prefill.is_empty() && !decode.is_empty());
+    // One core a thread, or else "in common" could not be read off a list of names.
+    let pinned = |cores: &[String]| cores.iter().all(|core| core.parse::<u32>().is_ok());
+    assert!(pinned(&prefill) && pinned(&decode), "{prefill:?} {decode:?}");
+    assert!(prefill.iter().all(|core| !decode.contains(core)), "{prefill:?} {decode:?}");
+}
+
 #[tokio::test]
 async fn killed_it_leaves_no_child() {
     let _turn = Turn::take();
