@@ -117,7 +117,7 @@ fn failures_end_with_their_documented_codes() {
 #[test]
 fn help_and_version_say_what_they_must() {
     let version = stdout(&baton(&["--version"]).output().unwrap());
-    assert!(version.contains("git ") && version.contains("protocol 1"), "{version}");
+    assert!(version.contains("git ") && version.contains("protocol 2"), "{version}");
     let help = stdout(&baton(&["--help"]).output().unwrap());
     for word in
         ["up", "router", "prefill-worker", "decode-worker", "chat", "bench", "sim", "Exit codes", "130"]

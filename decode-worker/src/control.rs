@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use baton_handoff::{Cause, DestinationMessage, HandoffKey, Offer, SourceMessage};
 use baton_proto::v1;
-use baton_transfer::{Identity, answer_handshake, wire};
+use baton_transfer::{Identity, answer_handshake_over, wire};
 use baton_worker::Core;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::directory::{ANSWER_BUFFER, ControlStream, Directory, Placed, Slot};
+use crate::directory::{ANSWER_BUFFER, ControlStream, Directory, Placed, Slot, transport};
 
 /// How long a stream may stay open without an offer.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -36,7 +36,8 @@ impl v1::handoff_server::Handoff for HandoffService {
     ) -> Result<Response<v1::HandshakeResponse>, Status> {
         let layout = self.core.loaded()?.layout().clone();
         let ours = Identity { instance: self.core.instance, layout };
-        answer_handshake(&ours, self.bulk_port, request.into_inner()).map(Response::new)
+        let asked = request.into_inner();
+        answer_handshake_over(transport(&self.core), &ours, self.bulk_port, asked).map(Response::new)
     }
 
     type ControlStream = ReceiverStream<Result<v1::DestinationMessage, Status>>;

@@ -5,10 +5,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use baton_handoff::{Cause, HandoffKey, InstanceId, Match, Offer, Registry, RegistryLimits, Time, Timers};
 use baton_proto::v1;
-use baton_transfer::Receivers;
+use baton_transfer::{Receivers, Transport};
 use baton_worker::{Core, Loaded};
 use tokio::sync::{mpsc, oneshot};
 use tonic::{Status, Streaming};
+
+use crate::group::Stops;
 
 /// Messages that wait for the transport; a handoff has few at once.
 pub(crate) const ANSWER_BUFFER: usize = 8;
@@ -23,6 +25,12 @@ pub(crate) struct ControlStream {
 /// How a leg is given its control stream.
 pub(crate) type Slot = mpsc::Sender<Box<ControlStream>>;
 
+/// What others may tell a live leg.
+struct Known {
+    control: Slot,
+    stops: Arc<Stops>,
+}
+
 /// Where an offer goes.
 pub(crate) enum Placed {
     /// To this leg.
@@ -33,6 +41,11 @@ pub(crate) enum Placed {
     Gone(Cause),
 }
 
+/// How KV may come. Other names than those of transports do not pass the command line.
+pub(crate) fn transport(core: &Core) -> Transport {
+    core.config.kv_transport.parse().unwrap_or_default()
+}
+
 pub(crate) struct Directory {
     state: Mutex<State>,
     receivers: OnceLock<Receivers>,
@@ -41,7 +54,7 @@ pub(crate) struct Directory {
 
 struct State {
     registry: Registry,
-    legs: HashMap<HandoffKey, Slot>,
+    legs: HashMap<HandoffKey, Known>,
     parked: HashMap<HandoffKey, oneshot::Sender<Slot>>,
 }
 
@@ -60,27 +73,36 @@ impl Directory {
 
     /// Granted handoffs; made once the model is loaded.
     pub(crate) fn receivers(&self, core: &Core, loaded: &Loaded) -> Receivers {
-        let make = || Receivers::new(Arc::clone(&loaded.memory), core.config.max_num_seqs as usize);
+        let make = || {
+            Receivers::new(Arc::clone(&loaded.memory), core.config.max_num_seqs as usize)
+                .with_transport(transport(core))
+        };
         self.receivers.get_or_init(make).clone()
     }
 
-    /// A leg came. Its control stream arrives through what is returned.
+    /// A leg came, and listens to `stops`. Its control stream arrives through what is returned.
     pub(crate) fn open(
         &self,
         key: HandoffKey,
+        stops: Arc<Stops>,
         now: Time,
     ) -> Result<mpsc::Receiver<Box<ControlStream>>, Cause> {
         let mut state = self.state();
         let matched = state.registry.open(key, now)?;
-        let (slot, control) = mpsc::channel(1);
+        let (slot, receiver) = mpsc::channel(1);
         if matched.is_some()
             && let Some(parked) = state.parked.remove(&key)
         {
             // A stream that ended meanwhile is as good as one that ends later.
             let _ = parked.send(slot.clone());
         }
-        state.legs.insert(key, slot);
-        Ok(control)
+        state.legs.insert(key, Known { control: slot, stops });
+        Ok(receiver)
+    }
+
+    /// How to stop sequences of a live leg.
+    pub(crate) fn stops(&self, key: HandoffKey) -> Option<Arc<Stops>> {
+        self.state().legs.get(&key).map(|known| Arc::clone(&known.stops))
     }
 
     /// An offer came.
@@ -89,7 +111,7 @@ impl Directory {
         match state.registry.offer(offer, now) {
             Match::Gone(cause) => Placed::Gone(cause),
             Match::Leg => match state.legs.get(&offer.key) {
-                Some(slot) => Placed::Leg(slot.clone()),
+                Some(known) => Placed::Leg(known.control.clone()),
                 // The two maps change together.
                 None => Placed::Gone(Cause::NotFound),
             },
@@ -140,6 +162,10 @@ mod tests {
         HandoffKey { request: RequestId([n; 16]), group: 0, attempt: 0 }
     }
 
+    fn open(directory: &Directory, n: u8, now: Time) -> Result<mpsc::Receiver<Box<ControlStream>>, Cause> {
+        directory.open(key(n), Arc::new(Stops::new(0, 1)), now)
+    }
+
     fn offer(n: u8) -> Offer {
         Offer { key: key(n), source: InstanceId([1; 16]), destination: HERE, prompt_tokens: 5 }
     }
@@ -149,7 +175,7 @@ mod tests {
         let directory = Directory::new(HERE);
         let Placed::Parked(mut leg) = directory.offer(offer(1), Duration::ZERO) else { panic!("not parked") };
         assert!(leg.try_recv().is_err());
-        let control = directory.open(key(1), Duration::ZERO).unwrap();
+        let control = open(&directory, 1, Duration::ZERO).unwrap();
         let slot = leg.try_recv().unwrap();
         drop(control);
         assert!(slot.is_closed());
@@ -161,9 +187,9 @@ mod tests {
         let Placed::Parked(mut leg) = directory.offer(offer(1), Duration::ZERO) else { panic!("not parked") };
         directory.expire(directory.timers.park + Duration::from_millis(1));
         assert_eq!(leg.try_recv().err(), Some(oneshot::error::TryRecvError::Closed));
-        let _control = directory.open(key(1), Duration::from_secs(3)).unwrap();
+        let _control = open(&directory, 1, Duration::from_secs(3)).unwrap();
         assert!(matches!(directory.offer(offer(1), Duration::from_secs(3)), Placed::Leg(_)));
-        assert_eq!(directory.open(key(1), Duration::from_secs(3)).err(), Some(Cause::Duplicate));
+        assert_eq!(open(&directory, 1, Duration::from_secs(3)).err(), Some(Cause::Duplicate));
     }
 
     #[test]
@@ -178,9 +204,10 @@ mod tests {
     #[test]
     fn a_finished_key_answers_with_its_cause() {
         let directory = Directory::new(HERE);
-        let _control = directory.open(key(1), Duration::ZERO).unwrap();
+        let _control = open(&directory, 1, Duration::ZERO).unwrap();
+        assert!(directory.stops(key(1)).is_some() && directory.stops(key(2)).is_none());
         directory.finish(key(1), Cause::Cancelled, Duration::ZERO);
         assert!(matches!(directory.offer(offer(1), Duration::ZERO), Placed::Gone(Cause::Cancelled)));
-        assert!(directory.state().legs.is_empty());
+        assert!(directory.state().legs.is_empty() && directory.stops(key(1)).is_none());
     }
 }

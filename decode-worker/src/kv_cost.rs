@@ -24,6 +24,8 @@ pub(crate) struct Marks {
     pub(crate) bytes: u64,
     /// Verified frames.
     pub(crate) frames: u64,
+    /// Frames that came a second time.
+    pub(crate) duplicate_frames: u64,
 }
 
 /// The differences of [`Marks`].

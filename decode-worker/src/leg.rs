@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_handoff::{
-    Cause, Destination, DestinationAction, DestinationConfig, DestinationEnd, DestinationFact,
+    Cause, Commit, Destination, DestinationAction, DestinationConfig, DestinationEnd, DestinationFact,
     DestinationMessage, SampledToken, SourceMessage, Time, Timers,
 };
 use baton_kv::WriteLease;
@@ -17,6 +17,7 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 use crate::directory::ControlStream;
+use crate::group::{Numbers, Stops};
 use crate::kv_cost::Marks;
 use crate::output::Output;
 
@@ -27,6 +28,7 @@ pub(crate) struct Order {
     pub(crate) timers: Timers,
     pub(crate) request: LegRequest,
     pub(crate) control: mpsc::Receiver<Box<ControlStream>>,
+    pub(crate) stops: Arc<Stops>,
     pub(crate) output: Output,
 }
 
@@ -42,7 +44,17 @@ pub(crate) struct Leg {
     control: Option<Box<ControlStream>>,
     receiver: Option<Receiver>,
     prompt_tokens: usize,
+    /// Number of the first sequence, and how many there are.
+    first_sequence: u32,
+    num_sequences: usize,
+    /// Sequences that are not over. When none is left, nobody waits for anything.
+    open: Numbers,
+    stops: Arc<Stops>,
+    /// The sequences run.
+    is_started: bool,
     marks: Marks,
+    /// When the request's own time is up; none once it was.
+    deadline: Option<Time>,
     /// The router dropped its stream.
     is_gone: bool,
     /// What went wrong, for people.
@@ -58,6 +70,8 @@ enum Heard {
     Control(Result<Option<v1::SourceMessage>, Status>),
     Sequence(Option<Stamped>),
     Receiver(Option<ReceiverEvent>),
+    /// These sequences are to end.
+    Stopped(Numbers),
     RouterGone,
     Time,
 }
@@ -65,7 +79,7 @@ enum Heard {
 impl Leg {
     /// Runs a call to its end; returns what later questions about its key are answered with.
     pub(crate) async fn run(order: Order) -> Cause {
-        let Order { core, receivers, timers, request, control, output } = order;
+        let Order { core, receivers, timers, request, control, stops, output } = order;
         let machine = Destination::new(DestinationConfig {
             key: request.key,
             instance: core.instance,
@@ -74,6 +88,7 @@ impl Leg {
             timers,
         });
         let leg = Self {
+            deadline: request.timeout.map(|timeout| core.clock.now() + timeout),
             core,
             receivers,
             output,
@@ -83,6 +98,11 @@ impl Leg {
             control: None,
             receiver: None,
             prompt_tokens: request.prompt.len(),
+            first_sequence: request.first_sequence,
+            num_sequences: request.num_sequences as usize,
+            open: Numbers::new(request.first_sequence, request.num_sequences),
+            stops,
+            is_started: false,
             marks: Marks::default(),
             is_gone: false,
             detail: String::new(),
@@ -99,6 +119,7 @@ impl Leg {
         loop {
             self.act().await;
             if let Some(cause) = self.over {
+                self.core.metrics.late_messages.add("destination", self.machine.ignored());
                 return cause;
             }
             let heard = self.hear().await;
@@ -113,13 +134,15 @@ impl Leg {
     }
 
     async fn hear(&mut self) -> Heard {
-        let wait = self.machine.deadline().map(|at| at.saturating_sub(self.core.clock.now()));
+        let next = self.machine.deadline().into_iter().chain(self.deadline).min();
+        let wait = next.map(|at| at.saturating_sub(self.core.clock.now()));
         tokio::select! {
             () = self.output.closed(), if !self.is_gone => Heard::RouterGone,
             Some(stream) = self.attaching.recv() => Heard::Attached(stream),
             message = next_of_control(&mut self.control) => Heard::Control(message),
             event = next_of_sequence(&mut self.sequence) => Heard::Sequence(event),
             event = next_of_receiver(&mut self.receiver) => Heard::Receiver(event),
+            stopped = self.stops.next() => Heard::Stopped(stopped),
             () = sleep(wait) => Heard::Time,
         }
     }
@@ -146,11 +169,15 @@ impl Leg {
                 self.give_up(cause).await;
             }
             Heard::Receiver(event) => self.receiver_event(event),
+            Heard::Stopped(stopped) => self.stop(stopped).await,
             Heard::RouterGone => {
                 self.is_gone = true;
                 self.give_up(Cause::Cancelled).await;
             }
-            Heard::Time => self.fact(DestinationFact::Tick),
+            Heard::Time => match self.deadline.take_if(|at| *at <= self.core.clock.now()) {
+                Some(_) => self.give_up(Cause::Deadline).await,
+                None => self.fact(DestinationFact::Tick),
+            },
         }
     }
 
@@ -171,11 +198,38 @@ impl Leg {
         }
     }
 
+    async fn stop(&mut self, stopped: Numbers) {
+        for sequence in stopped.iter().filter(|&sequence| self.open.remove(sequence)).collect::<Vec<_>>() {
+            if let Some(group) = &self.sequence {
+                group.stop(sequence).await;
+            }
+        }
+        self.end_when_all_are_over();
+    }
+
+    fn end_when_all_are_over(&mut self) {
+        if !self.open.is_empty() {
+            return;
+        }
+        if self.end == Some(DestinationEnd::Committed) {
+            self.over = Some(Cause::Duplicate);
+        } else {
+            self.fact(DestinationFact::Cancelled(Cause::NotNeeded));
+        }
+    }
+
     async fn control_message(&mut self, message: v1::SourceMessage) {
         let message = match wire::decode_source(message) {
             Ok(message) => message,
             Err(error) => return self.broken(&error),
         };
+        if let SourceMessage::Commit(commit) = &message
+            && !self.is_of_this_group(&commit.first_tokens)
+        {
+            let (num, first) = (self.num_sequences, self.first_sequence);
+            let what = format!("commit.first_tokens are not those of {num} sequences from {first} on");
+            return self.broken(&TransferError::Protocol(what));
+        }
         if matches!(message, SourceMessage::Notice | SourceMessage::Commit(_)) && self.marks.noticed.is_none()
         {
             self.marks.noticed = Some(self.core.clock.now());
@@ -184,6 +238,12 @@ impl Leg {
             }
         }
         self.fact(DestinationFact::Received(message));
+    }
+
+    /// Whether there is one for each sequence; that they count on is the machine's to check.
+    fn is_of_this_group(&self, first: &[baton_handoff::FirstToken]) -> bool {
+        first.len() == self.num_sequences
+            && first.first().map(|one| one.sequence) == Some(self.first_sequence)
     }
 
     fn broken(&mut self, error: &TransferError) {
@@ -196,17 +256,32 @@ impl Leg {
             SequenceEvent::Reserved { lease, skip_tokens } => self.reserved(lease, skip_tokens),
             SequenceEvent::Boundary => self.marks.boundary = Some(at),
             SequenceEvent::Started { cached_tokens, .. } => self.started(at, cached_tokens).await,
-            SequenceEvent::Token { token, logprob, index, finish } => {
-                self.output.token(SampledToken { id: token, logprob, index }, finish).await;
-                if finish.is_some() {
-                    self.over = Some(Cause::Duplicate);
+            SequenceEvent::Token { sequence, token, logprob, index, finish } => {
+                // One that was stopped may have been on its way.
+                if self.open.contains(sequence) {
+                    let token = SampledToken { id: token, logprob, index };
+                    self.output.token(sequence, token, finish).await;
+                    if finish.is_some() {
+                        self.open.remove(sequence);
+                        self.end_when_all_are_over();
+                    }
                 }
             }
             SequenceEvent::Refused(refusal) => {
                 self.detail = refusal.to_string();
                 self.fact(DestinationFact::Cancelled(refusal_cause(&refusal)));
             }
-            SequenceEvent::Preempted => tracing::info!("preempted; the sequence will be computed again"),
+            SequenceEvent::Preempted { sequence, gone: true } if self.is_started => {
+                if self.open.remove(sequence) {
+                    self.output.preempted(sequence).await;
+                    self.end_when_all_are_over();
+                }
+            }
+            // The group was still receiving, or its commit came too late.
+            SequenceEvent::Preempted { gone: true, .. } => self.give_up(Cause::Preempted).await,
+            SequenceEvent::Preempted { sequence, gone: false } => {
+                tracing::info!(sequence, "preempted; it will be computed again here");
+            }
             // Not told to remote sequences, or of no matter to them.
             SequenceEvent::NearHead | SequenceEvent::Opened { .. } | SequenceEvent::Computed { .. } => {}
         }
@@ -230,6 +305,7 @@ impl Leg {
     }
 
     async fn started(&mut self, at: Time, cached_tokens: usize) {
+        self.is_started = true;
         let cost = self.marks.cost(at);
         self.core.metrics.kv_transfer.observe(cost.total.as_secs_f64());
         self.core.metrics.kv_exposed.observe(cost.exposed.as_secs_f64());
@@ -273,6 +349,9 @@ impl Leg {
         self.marks.first_frame = report.first_frame_at.map(|at| clock.at(at));
         self.marks.verified = report.last_verified_at.map(|at| clock.at(at));
         self.marks.wire = report.wire;
+        let late = &self.core.metrics.late_messages;
+        late.add("receiver", report.duplicate_frames.saturating_sub(self.marks.duplicate_frames));
+        self.marks.duplicate_frames = report.duplicate_frames;
         self.marks.bytes = report.bytes;
         self.marks.frames = report.frames;
     }
@@ -291,17 +370,26 @@ impl Leg {
                     Some(receiver) => receiver.fence(),
                     None => self.fact(DestinationFact::WriterEnded),
                 },
-                DestinationAction::Run(commit) => {
-                    if let Some(sequence) = &self.sequence {
-                        sequence.commit(FirstToken { token: commit.first_token.id, finished: false }).await;
-                    }
-                }
+                DestinationAction::Run(commit) => self.run_group(&commit).await,
                 DestinationAction::Free => {
                     self.receiver = None;
                     self.sequence = None;
                 }
                 DestinationAction::End(end) => self.ended(end).await,
             }
+        }
+    }
+
+    async fn run_group(&mut self, commit: &Commit) {
+        for first in commit.first_tokens.iter().filter(|first| first.finish.is_some()) {
+            self.open.remove(first.sequence);
+        }
+        let first = |first: &baton_handoff::FirstToken| FirstToken {
+            token: first.token.id,
+            finished: first.finish.is_some(),
+        };
+        if let Some(sequence) = &self.sequence {
+            sequence.commit(commit.first_tokens.iter().map(first).collect()).await;
         }
     }
 
@@ -315,10 +403,13 @@ impl Leg {
     async fn ended(&mut self, end: DestinationEnd) {
         self.end = Some(end);
         match end {
-            DestinationEnd::Committed => self.core.metrics.handoff_ended("committed"),
+            DestinationEnd::Committed => {
+                self.core.metrics.handoff_ended("committed");
+                self.end_when_all_are_over();
+            }
             DestinationEnd::Failed(cause) => {
                 self.core.metrics.handoff_ended(cause.name());
-                if !self.is_gone {
+                if !self.is_gone && !self.open.is_empty() {
                     self.output.failed(cause, &self.detail).await;
                 }
                 self.over = Some(cause);

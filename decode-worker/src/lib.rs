@@ -7,6 +7,7 @@ mod bulk;
 mod config;
 mod control;
 mod directory;
+mod group;
 mod kv_cost;
 mod leg;
 mod local;

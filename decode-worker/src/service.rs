@@ -5,12 +5,14 @@ use std::sync::Arc;
 use baton_handoff::{Cause, HandoffKey};
 use baton_proto::v1;
 use baton_telemetry::log::request_span;
+use baton_transfer::wire;
 use baton_worker::{Core, LegRequest, WireLeg};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tracing::Instrument;
 
 use crate::directory::Directory;
+use crate::group::Stops;
 use crate::leg::{Leg, Order};
 use crate::local;
 use crate::output::Output;
@@ -35,24 +37,25 @@ impl v1::decode_server::Decode for DecodeService {
         request: Request<v1::DecodeRequest>,
     ) -> Result<Response<Self::DecodeStream>, Status> {
         let (loaded, guard) = self.core.accept()?;
-        let v1::DecodeRequest { key, prompt, sampling, stopping, local, num_generated } =
+        let v1::DecodeRequest { key, prompt, sampling, stopping, local, num_generated, terms } =
             request.into_inner();
-        let wire = WireLeg { key, prompt, sampling, stopping, num_generated };
+        let wire = WireLeg { key, prompt, sampling, stopping, num_generated, terms };
         let request = LegRequest::check(wire, &loaded.limits)?;
         let key = request.key;
         let accepted = self.core.clock.now();
-        let control = self.directory.open(key, accepted).map_err(|cause| refused(key, cause))?;
-        let (output, events) = Output::new();
+        let stops = Arc::new(Stops::new(request.first_sequence, request.num_sequences));
+        let control =
+            self.directory.open(key, Arc::clone(&stops), accepted).map_err(|cause| refused(key, cause))?;
+        let (output, events) = Output::new(request.timeout);
         let (core, directory) = (Arc::clone(&self.core), Arc::clone(&self.directory));
         let span = request_span(&key.request.to_string(), "");
         let task = async move {
             let cause = match core.loaded() {
-                Ok(loaded) if local => local::run(loaded, request, &output, accepted).await,
+                Ok(loaded) if local => local::run(loaded, request, &output, &stops, accepted).await,
                 Ok(loaded) => {
                     let receivers = directory.receivers(&core, loaded);
-                    let timers = directory.timers;
-                    Leg::run(Order { core: Arc::clone(&core), receivers, timers, request, control, output })
-                        .await
+                    let (core, timers) = (Arc::clone(&core), directory.timers);
+                    Leg::run(Order { core, receivers, timers, request, control, stops, output }).await
                 }
                 // It was ready a moment ago.
                 Err(status) => {
@@ -65,6 +68,21 @@ impl v1::decode_server::Decode for DecodeService {
         };
         tokio::spawn(task.instrument(span));
         Ok(Response::new(ReceiverStream::new(events)))
+    }
+
+    async fn stop(&self, request: Request<v1::StopRequest>) -> Result<Response<v1::StopResponse>, Status> {
+        let v1::StopRequest { key, sequence } = request.into_inner();
+        let key = wire::decode_key(key)?;
+        let Some(stops) = self.directory.stops(key) else {
+            return Err(Status::not_found(format!("key {key} is not live here")));
+        };
+        match stops.ask(sequence) {
+            true => Ok(Response::new(v1::StopResponse {})),
+            false => {
+                let what = format!("sequence is {sequence}, and key {key} has {}", stops.range());
+                Err(Status::invalid_argument(what))
+            }
+        }
     }
 }
 

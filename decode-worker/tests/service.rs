@@ -6,7 +6,7 @@ use baton_proto::v1;
 use baton_proto::v1::worker_client::WorkerClient;
 use baton_worker::WorkerError;
 use pair::{
-    Call, channel, decode_config, decode_to_end, prefill_config, start_decode, start_prefill, within,
+    Call, Pair, channel, decode_config, decode_to_end, prefill_config, start_decode, start_prefill, within,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic_health::pb::HealthCheckRequest;
@@ -57,7 +57,25 @@ async fn a_worker_describes_itself_and_streams_its_status() {
         assert_eq!(status.sequence, want);
         assert_eq!(status.state(), v1::worker_status::State::Ready);
         assert!(status.idle && status.total_blocks > 0 && status.free_blocks == status.total_blocks);
+        assert_eq!((status.prefill_tokens_per_s, status.decode_step_ms, status.links.len()), (0.0, 0.0, 0));
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn rates_that_were_measured_are_in_the_status() {
+    let mut pair = Pair::start(&[], &[]).await;
+    pair.run(&Call::new(1, 640, 20)).await;
+    let first = async |running: &baton_worker::Running| {
+        let mut client = WorkerClient::new(channel(running).await);
+        let mut stream = client.watch(v1::WatchRequest {}).await.unwrap().into_inner();
+        within(stream.message()).await.unwrap().unwrap()
+    };
+    let (prefill, decode) = (first(&pair.prefill).await, first(&pair.decode).await);
+    assert!(prefill.prefill_tokens_per_s > 0.0 && decode.decode_step_ms > 0.0, "{prefill:?} {decode:?}");
+    assert!(decode.prefill_tokens_per_s == 0.0 && decode.links.is_empty());
+    let link = &prefill.links[0];
+    assert_eq!((prefill.links.len(), &link.decode_instance_id), (1, &decode.instance_id));
+    assert!(link.bytes_per_s > 1e5 && link.bytes_per_s < 1e12, "{link:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

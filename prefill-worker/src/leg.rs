@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_handoff::{
-    Cause, DestinationMessage, FinishReason, SampledToken, Source, SourceAction, SourceConfig, SourceEnd,
-    SourceFact, SourceMessage, Time,
+    Cause, DestinationMessage, FinishReason, FirstToken, SampledToken, Source, SourceAction, SourceConfig,
+    SourceEnd, SourceFact, SourceMessage, Time,
 };
 use baton_kv::ReadLease;
 use baton_proto::v1;
@@ -18,6 +18,8 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 use crate::link::{Link, LinkEvent, Target};
+use crate::outstanding::Outstanding;
+use crate::redirect::Redirect;
 use crate::service::Shared;
 use crate::times::Times;
 
@@ -28,6 +30,7 @@ pub(crate) struct Order {
     pub(crate) peers: Arc<Peers>,
     pub(crate) request: LegRequest,
     pub(crate) target: Option<Target>,
+    pub(crate) redirects: mpsc::Receiver<Redirect>,
     pub(crate) events: mpsc::Sender<Result<v1::PrefillEvent, Status>>,
 }
 
@@ -47,28 +50,40 @@ impl LayerSink for ProgressSink {
 /// The driver. Everything it holds is given back when it is dropped: the sequence ends, the sender stops, the
 /// control stream closes.
 pub(crate) struct Leg {
-    core: Arc<Core>,
+    pub(crate) core: Arc<Core>,
+    pub(crate) shared: Arc<Shared>,
     peers: Arc<Peers>,
     events: mpsc::Sender<Result<v1::PrefillEvent, Status>>,
-    target: Option<Target>,
-    machine: Source,
+    redirects: mpsc::Receiver<Redirect>,
+    pub(crate) target: Option<Target>,
+    pub(crate) machine: Source,
     sequence: Option<Sequence>,
-    progress: Progress,
-    link: Link,
+    /// All blocks of the prompt, while they may have to be sent again.
+    pub(crate) lease: Option<ReadLease>,
+    pub(crate) progress: Progress,
+    pub(crate) link: Link,
     sender: Option<Sender>,
     /// It will tell nothing more; its totals still count.
-    sender_ended: bool,
-    prompt_tokens: usize,
+    pub(crate) sender_ended: bool,
+    pub(crate) prompt_tokens: usize,
+    num_sequences: usize,
+    /// Of the sequences so far, in order; they come together.
+    first_tokens: Vec<FirstToken>,
     /// From the grant.
     skip_tokens: usize,
     first_credit: u64,
     times: Times,
-    totals: SentTotals,
-    num_sent: u64,
+    pub(crate) totals: SentTotals,
+    pub(crate) num_sent: u64,
+    pub(crate) outstanding: Outstanding,
+    /// The end of this handoff is in the metrics.
+    pub(crate) is_counted: bool,
+    /// When the request's own time is up; none once it was.
+    deadline: Option<Time>,
     /// The router dropped its stream.
     is_gone: bool,
     /// What went wrong, for people.
-    detail: String,
+    pub(crate) detail: String,
     end: Option<SourceEnd>,
 }
 
@@ -78,16 +93,16 @@ enum Heard {
     Link(LinkEvent),
     Sender(Option<SenderEvent>),
     RouterGone,
+    Redirect(Redirect),
     Time,
 }
 
 impl Leg {
     /// Runs a call to its end.
     pub(crate) async fn run(order: Order) {
-        let Order { core, shared, peers, request, target, events } = order;
-        let key = request.key;
+        let Order { core, shared, peers, request, target, redirects, events } = order;
         let machine = Source::new(SourceConfig {
-            key,
+            key: request.key,
             source: core.instance,
             // Without a destination the machine never offers.
             destination: target.as_ref().map_or(core.instance, |target| target.instance),
@@ -96,38 +111,45 @@ impl Leg {
         });
         let leg = Self {
             times: Times::accepted(core.clock.now()),
-            core: Arc::clone(&core),
+            deadline: request.timeout.map(|timeout| core.clock.now() + timeout),
+            core,
+            shared,
             peers,
             events,
+            redirects,
             target,
             machine,
             sequence: None,
+            lease: None,
             progress: Progress::new(),
             link: Link::Closed,
             sender: None,
             sender_ended: false,
             prompt_tokens: request.prompt.len(),
+            num_sequences: request.num_sequences as usize,
+            first_tokens: Vec::new(),
             skip_tokens: 0,
             first_credit: 0,
             totals: SentTotals::default(),
             num_sent: 0,
+            outstanding: Outstanding::default(),
+            is_counted: false,
             is_gone: false,
             detail: String::new(),
             end: None,
         };
-        let cause = leg.drive(request).await;
-        shared.finish(key, cause, core.clock.now());
+        leg.drive(request).await;
     }
 
-    /// Returns what later questions about the key are answered with.
-    async fn drive(mut self, request: LegRequest) -> Cause {
+    async fn drive(mut self, request: LegRequest) {
         if let Err(cause) = self.submit(request).await {
             self.fact(SourceFact::Cancelled(cause));
         }
         loop {
             self.act().await;
             if let Some(end) = self.end {
-                return self.finish(end).await;
+                self.finish(end).await;
+                return;
             }
             let heard = self.hear().await;
             self.take_in(heard).await;
@@ -143,12 +165,14 @@ impl Leg {
     }
 
     async fn hear(&mut self) -> Heard {
-        let wait = self.machine.deadline().map(|at| at.saturating_sub(self.core.clock.now()));
+        let next = self.machine.deadline().into_iter().chain(self.deadline).min();
+        let wait = next.map(|at| at.saturating_sub(self.core.clock.now()));
         tokio::select! {
             () = self.events.closed(), if !self.is_gone => Heard::RouterGone,
             event = next_of_sequence(&mut self.sequence) => Heard::Sequence(event),
             event = self.link.next() => Heard::Link(event),
             event = next_of_sender(&mut self.sender), if !self.sender_ended => Heard::Sender(event),
+            Some(redirect) = self.redirects.recv() => Heard::Redirect(redirect),
             () = sleep(wait) => Heard::Time,
         }
     }
@@ -162,21 +186,29 @@ impl Leg {
             Heard::Sequence(Some(Stamped { at, event })) => self.sequence_event(at, event).await,
             Heard::Sequence(None) => {
                 let cause = self.sequence.take().map_or(Cause::Engine, |sequence| sequence.ended_by());
+                self.lease = None;
                 self.fact(SourceFact::Cancelled(cause));
             }
             Heard::Link(LinkEvent::Received(message)) => {
                 if let DestinationMessage::Grant { credit, .. } = message {
                     self.first_credit = credit;
                 }
+                if message == DestinationMessage::Committed {
+                    self.measure_link();
+                }
                 self.fact(SourceFact::Received(message));
             }
             Heard::Link(LinkEvent::Lost(error)) => self.link_lost(&error),
             Heard::Sender(event) => self.sender_event(event),
-            Heard::Time => self.fact(SourceFact::Tick),
+            Heard::Redirect(redirect) => self.redirect(redirect),
+            Heard::Time => match self.deadline.take_if(|at| *at <= self.core.clock.now()) {
+                Some(_) => self.fact(SourceFact::Cancelled(Cause::Deadline)),
+                None => self.fact(SourceFact::Tick),
+            },
         }
     }
 
-    fn fact(&mut self, fact: SourceFact) {
+    pub(crate) fn fact(&mut self, fact: SourceFact) {
         self.machine.handle(self.core.clock.now(), fact);
     }
 
@@ -186,9 +218,13 @@ impl Leg {
         }
         match error.cause() {
             Cause::PeerLost => self.fact(SourceFact::ControlLost),
-            // The decode worker can't be used: the same as if it had said so.
-            cause => self.fact(SourceFact::Received(DestinationMessage::Gone(cause))),
+            cause => self.unusable(cause),
         }
+    }
+
+    /// The decode worker can't be used: the same as if it had said so.
+    fn unusable(&mut self, cause: Cause) {
+        self.fact(SourceFact::Received(DestinationMessage::Gone(cause)));
     }
 
     async fn sequence_event(&mut self, at: Time, event: SequenceEvent) {
@@ -197,13 +233,17 @@ impl Leg {
             SequenceEvent::Opened { lease, cached_tokens } => {
                 self.times.opened(at, cached_tokens);
                 if self.target.is_some() {
+                    self.lease = Some(lease.clone());
                     self.start_sender(lease);
                 }
             }
             SequenceEvent::Computed { .. } => self.times.chunk(),
-            SequenceEvent::Token { token, logprob, index, finish } => {
-                let first = SampledToken { id: token, logprob, index };
-                self.sampled(at, first, finish.map(reason)).await;
+            SequenceEvent::Token { sequence, token, logprob, index, finish } => {
+                let token = SampledToken { id: token, logprob, index };
+                self.first_tokens.push(FirstToken { sequence, token, finish: finish.map(reason) });
+                if self.first_tokens.len() == self.num_sequences {
+                    self.sampled(at).await;
+                }
             }
             SequenceEvent::Refused(refusal) => {
                 self.detail = refusal.to_string();
@@ -213,11 +253,11 @@ impl Leg {
             SequenceEvent::Reserved { .. }
             | SequenceEvent::Started { .. }
             | SequenceEvent::Boundary
-            | SequenceEvent::Preempted => {}
+            | SequenceEvent::Preempted { .. } => {}
         }
     }
 
-    fn start_sender(&mut self, lease: ReadLease) {
+    pub(crate) fn start_sender(&mut self, lease: ReadLease) {
         let Some(peer) = self.link.peer() else { return };
         let Ok(loaded) = self.core.loaded() else { return };
         let config = SenderConfig {
@@ -241,27 +281,31 @@ impl Leg {
         }
     }
 
-    /// The first token goes to the router at once; the handoff goes on.
-    async fn sampled(&mut self, at: Time, first: SampledToken, finish: Option<FinishReason>) {
-        let token = v1::FirstToken {
-            token: Some(wire::encode_token(first)),
-            finish: wire::encode_finish(finish).into(),
-            times: Some(self.times.sampled(at)),
-        };
-        self.tell(Wire::FirstToken(token)).await;
-        if finish.is_some() {
+    /// The first tokens go to the router at once; the handoff goes on.
+    async fn sampled(&mut self, at: Time) {
+        let tokens = wire::encode_first_tokens(&self.first_tokens);
+        let times = Some(self.times.sampled(at));
+        self.tell(Wire::FirstTokens(v1::FirstTokens { tokens, times })).await;
+        if self.first_tokens.iter().all(|first| first.finish.is_some()) {
             // Its blocks are back already.
             self.sequence = None;
+            self.lease = None;
         }
         if self.target.is_none() {
             self.end = Some(SourceEnd::NotNeeded);
             return;
         }
+        self.commit();
+    }
+
+    /// The prompt is computed: what belongs to its commit is known.
+    pub(crate) fn commit(&mut self) {
+        let first = self.first_tokens.clone();
         match self.sender.as_ref().and_then(Sender::totals) {
             Some(totals) => {
                 self.totals = totals;
                 let SentTotals { bytes, frames, .. } = totals;
-                self.fact(SourceFact::Sampled { first, finish, bytes, frames });
+                self.fact(SourceFact::Sampled { first, bytes, frames });
             }
             // A fenced sender: the machine is aborting and waits for nothing of this.
             None => self.fact(SourceFact::Cancelled(Cause::Engine)),
@@ -270,8 +314,12 @@ impl Leg {
 
     fn sender_event(&mut self, event: Option<SenderEvent>) {
         match event {
-            Some(SenderEvent::Encoded { bytes }) => self.fact(SourceFact::Encoded { bytes }),
+            Some(SenderEvent::Encoded { bytes }) => {
+                self.outstanding.computed(self.core.clock.now(), bytes);
+                self.fact(SourceFact::Encoded { bytes });
+            }
             Some(SenderEvent::Sent { bytes }) => {
+                self.outstanding.sent(self.core.clock.now(), bytes);
                 self.core.metrics.kv_sent_bytes.inc_by(bytes.saturating_sub(self.num_sent));
                 self.num_sent = self.num_sent.max(bytes);
                 self.fact(SourceFact::Sent { bytes });
@@ -287,12 +335,23 @@ impl Leg {
             }
             Some(SenderEvent::Refused { cause, detail }) => {
                 self.detail = detail;
-                self.fact(SourceFact::Cancelled(cause));
+                if cause.is_of_destination() {
+                    self.unusable(cause);
+                } else {
+                    self.fact(SourceFact::Cancelled(cause));
+                }
             }
             // `Committed` on the control stream is what counts.
             Some(SenderEvent::Delivered) => {}
             None => self.sender_ended = true,
         }
+    }
+
+    /// The decode worker has every byte.
+    fn measure_link(&mut self) {
+        let Some(target) = &self.target else { return };
+        let (bytes, outstanding) = std::mem::take(&mut self.outstanding).delivered(self.core.clock.now());
+        self.core.links.observe(target.instance, bytes, outstanding);
     }
 
     /// Does what the machine wants, until it wants nothing.
@@ -311,7 +370,9 @@ impl Leg {
                 }
                 SourceAction::Compute { skip_tokens } => {
                     self.skip_tokens = skip_tokens as usize;
-                    if let Some(sequence) = &self.sequence {
+                    if !self.first_tokens.is_empty() {
+                        self.send_held();
+                    } else if let Some(sequence) = &self.sequence {
                         sequence.grant(self.skip_tokens).await;
                     }
                 }
@@ -327,7 +388,11 @@ impl Leg {
                     }
                 }
                 SourceAction::Fence => self.sender = None,
-                SourceAction::Release => self.sequence = None,
+                SourceAction::Hold(cause) => self.hold(cause).await,
+                SourceAction::Release => {
+                    self.sequence = None;
+                    self.lease = None;
+                }
                 SourceAction::End(end) => self.end = Some(end),
             }
         }
@@ -341,13 +406,14 @@ impl Leg {
         }
     }
 
-    async fn finish(mut self, end: SourceEnd) -> Cause {
+    async fn finish(mut self, end: SourceEnd) {
         let (outcome, cause) = match end {
             SourceEnd::Committed => ("committed", Cause::Duplicate),
             SourceEnd::NotNeeded => (Cause::NotNeeded.name(), Cause::NotNeeded),
             SourceEnd::Failed(cause) => (cause.name(), cause),
         };
-        if self.target.is_some() {
+        self.core.metrics.late_messages.add("source", self.machine.ignored());
+        if self.target.is_some() && !self.is_counted {
             self.core.metrics.handoff_ended(outcome);
         }
         match end {
@@ -363,10 +429,11 @@ impl Leg {
                 self.tell(Wire::Failed(wire::encode_failed(cause, &detail))).await;
             }
         }
-        cause
+        // Answers later questions about the key.
+        self.shared.finish(self.machine.key(), cause, self.core.clock.now());
     }
 
-    async fn tell(&mut self, event: Wire) {
+    pub(crate) async fn tell(&mut self, event: Wire) {
         // A router that is gone is noticed by `closed`.
         let _ = self.events.send(Ok(v1::PrefillEvent { event: Some(event) })).await;
     }

@@ -7,6 +7,8 @@
 mod config;
 mod leg;
 mod link;
+mod outstanding;
+mod redirect;
 mod service;
 mod times;
 

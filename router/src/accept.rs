@@ -14,9 +14,10 @@ use tracing::Instrument;
 use crate::api_error::ApiError;
 use crate::app::{App, shutting_down};
 use crate::ask::Ask;
+use crate::deadline::Deadline;
 use crate::gate::Ticket;
 use crate::labels::LabelGuard;
-use crate::prompt::{Length, max_new_tokens, tokens};
+use crate::prompt::{Length, hashed, max_new_tokens, tokens};
 use crate::request::{Order, Output, run};
 use crate::served::Served;
 
@@ -26,20 +27,26 @@ pub(crate) struct Caller {
     pub(crate) trace: TraceContext,
     pub(crate) label: Option<String>,
     pub(crate) arrived: Instant,
+    pub(crate) deadline: Deadline,
 }
 
 impl Caller {
-    /// A new request with the caller's own label and trace, where it sent them.
+    /// A request that came at `arrived`, with the caller's own label and trace, where it sent them, and the time it waits.
     ///
     /// # Errors
     /// [`ApiError::Invalid`] when the label can't be used, [`ApiError::Internal`] without randomness.
-    pub(crate) fn new(label: Option<&[u8]>, traceparent: Option<&[u8]>) -> Result<Self, ApiError> {
+    pub(crate) fn new(
+        label: Option<&[u8]>,
+        traceparent: Option<&[u8]>,
+        arrived: Instant,
+        deadline: Deadline,
+    ) -> Result<Self, ApiError> {
         let label = label.map(crate::labels::check).transpose()?;
         let trace = match traceparent.and_then(TraceContext::parse) {
             Some(parent) => TraceContext { span_id: random()?, ..parent },
             None => TraceContext { trace_id: random()?, span_id: random()?, sampled: false },
         };
-        Ok(Self { id: RequestId(random()?), trace, label, arrived: Instant::now() })
+        Ok(Self { id: RequestId(random()?), trace, label, arrived, deadline })
     }
 }
 
@@ -83,6 +90,10 @@ pub(crate) struct Accepted {
 /// # Errors
 /// Everything that can be said before any worker hears of it.
 pub(crate) async fn accept(app: &Arc<App>, ask: Ask, caller: &Caller) -> Result<Accepted, ApiError> {
+    caller.deadline.bound(admit(app, ask, caller)).await
+}
+
+async fn admit(app: &Arc<App>, ask: Ask, caller: &Caller) -> Result<Accepted, ApiError> {
     if app.draining.is_cancelled() {
         return Err(shutting_down());
     }
@@ -92,20 +103,27 @@ pub(crate) async fn accept(app: &Arc<App>, ask: Ask, caller: &Caller) -> Result<
     let ticket = enter(app).await?;
     let counted = Counted::new(&app.metrics.num_requests_in_flight);
     let prompt = tokens(app, ask.input, ask.input_field).await?;
-    let length = Length { num_tokens: prompt.len(), field: ask.input_field };
-    let max_new_tokens = max_new_tokens(length, ask.max_tokens, app.context(served))?;
-    let stops = StopStrings::new(&ask.stop).map_err(|error| ApiError::invalid("stop", error.to_string()))?;
+    let length = Length { num_tokens: prompt.len(), field: ask.input_field, n: ask.n };
+    let max_new_tokens = max_new_tokens(length, ask.max_tokens, app.context(served), app.fleet.largest())?;
+    let stops = || StopStrings::new(&ask.stop).map_err(|error| ApiError::invalid("stop", error.to_string()));
+    let choices =
+        (0..ask.n).map(|_| Ok((served.text.detokenizer(), stops()?))).collect::<Result<_, ApiError>>()?;
+    let (prompt, hashes) =
+        if ask.no_prefix_cache { (prompt, Vec::new()) } else { hashed(app, prompt).await? };
     let seed = ask.seed.map_or_else(|| random().map(u64::from_le_bytes), Ok)?;
     let order = Order {
         id: caller.id,
         trace: caller.trace,
         arrived: caller.arrived,
+        deadline: caller.deadline,
         prompt,
         sampling: v1::Sampling { temperature: ask.temperature, top_p: ask.top_p, top_k: 0, min_p: 0.0, seed },
         stop_tokens: if ask.ignore_eos { Vec::new() } else { served.end_tokens.clone() },
         max_new_tokens,
-        detokenizer: served.text.detokenizer(),
-        stops,
+        priority: ask.priority,
+        no_prefix_cache: ask.no_prefix_cache,
+        hashes,
+        choices,
         held: Held { _ticket: ticket, _label: label, _counted: counted },
     };
     // One more than tokens may wait: there is always room for the end.

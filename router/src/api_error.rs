@@ -41,6 +41,9 @@ pub(crate) enum ApiError {
     /// The client comes back when the cluster can serve.
     #[error("{message}")]
     Unavailable { message: String, retry_after_ms: Option<u64> },
+    /// The client waits longer, or asks for less.
+    #[error("the request's time was up before its answer was complete")]
+    DeadlineExceeded,
     /// The client may try again; the operator looks at the logs.
     #[error("the request failed: {cause}")]
     Failed { cause: Cause },
@@ -64,12 +67,12 @@ impl ApiError {
                 param: "max_tokens",
                 message: "prompt and max_tokens need more KV memory than any worker has".to_owned(),
             },
-            Cause::PeerLost | Cause::WrongInstance | Cause::NotFound | Cause::Expired => {
+            Cause::PeerLost | Cause::WrongInstance | Cause::NotFound | Cause::Expired | Cause::Preempted => {
                 unavailable(&format!("no worker could finish the request: {cause}"))
             }
             Cause::Draining => unavailable("the workers are shutting down"),
+            Cause::Deadline => Self::DeadlineExceeded,
             Cause::Cancelled
-            | Cause::Deadline
             | Cause::Duplicate
             | Cause::Layout
             | Cause::Corrupt
@@ -92,7 +95,7 @@ impl ApiError {
             Self::Duplicate { .. } => StatusCode::CONFLICT,
             Self::Shed { .. } => StatusCode::TOO_MANY_REQUESTS,
             Self::Unavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
-            Self::Failed { cause: Cause::Deadline } => StatusCode::GATEWAY_TIMEOUT,
+            Self::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
             Self::Failed { .. } | Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -109,7 +112,7 @@ impl ApiError {
             Self::Duplicate { .. } => Code::AlreadyExists,
             Self::Shed { .. } => Code::ResourceExhausted,
             Self::Unavailable { .. } => Code::Unavailable,
-            Self::BodyTimeout { .. } | Self::Failed { cause: Cause::Deadline } => Code::DeadlineExceeded,
+            Self::BodyTimeout { .. } | Self::DeadlineExceeded => Code::DeadlineExceeded,
             Self::Failed { cause: Cause::Cancelled } => Code::Cancelled,
             Self::Failed { .. } | Self::Internal(_) => Code::Internal,
         }
@@ -129,6 +132,7 @@ impl ApiError {
             Self::Duplicate { .. } => "duplicate_request_id",
             Self::Shed { .. } => "overloaded",
             Self::Unavailable { .. } => "unavailable",
+            Self::DeadlineExceeded => "deadline_exceeded",
             Self::Failed { cause } => cause.name(),
             Self::Internal(_) => "internal",
         }
@@ -185,6 +189,9 @@ mod tests {
         assert_eq!(ApiError::from_cause(Cause::TooLarge, None).status(), 400);
         assert_eq!(ApiError::from_cause(Cause::PeerLost, None).status(), 503);
         assert_eq!(ApiError::from_cause(Cause::Engine, None).status(), 500);
+        let late = ApiError::from_cause(Cause::Deadline, None);
+        assert_eq!((late.status().as_u16(), late.code()), (504, "deadline_exceeded"));
+        assert_eq!(late.grpc_code(), Code::DeadlineExceeded);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use baton_dispatch::{DoorLimits, Policy};
+use baton_dispatch::DoorLimits;
 use baton_telemetry::metrics::RouterMetrics;
 use tokio_util::sync::CancellationToken;
 
@@ -23,7 +23,8 @@ pub(crate) struct App {
     pub(crate) max_output_buffer: usize,
     pub(crate) slow_reader_timeout: Duration,
     pub(crate) keep_alive: Duration,
-    pub(crate) policy: Policy,
+    /// Longest time of a request.
+    pub(crate) request_timeout: Option<Duration>,
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) gate: Arc<Gate>,
     pub(crate) labels: Arc<Labels>,
@@ -42,8 +43,9 @@ pub(crate) struct App {
 impl App {
     pub(crate) fn new(config: &RouterConfig, fleet: Arc<Fleet>) -> Self {
         let metrics = RouterMetrics::new();
-        let counted = Arc::clone(&fleet);
+        let (counted, watched) = (Arc::clone(&fleet), Arc::clone(&fleet));
         metrics.read_workers(move || counted.counts());
+        metrics.read_open_breakers(move || watched.open_breakers());
         let limits = DoorLimits {
             max_concurrent: config.max_concurrent as usize,
             max_queue: config.max_queue as usize,
@@ -53,12 +55,13 @@ impl App {
                 max_messages: config.max_messages as usize,
                 max_stop_strings: config.max_stop_strings as usize,
                 max_stop_bytes: config.max_stop_bytes as usize,
+                max_n: config.max_n,
             },
             max_body_bytes: config.max_body_bytes,
             max_output_buffer: config.max_output_buffer as usize,
             slow_reader_timeout: config.slow_reader_timeout,
             keep_alive: config.keep_alive,
-            policy: if config.colocated { Policy::Colocated } else { Policy::Disaggregated },
+            request_timeout: Some(config.request_timeout).filter(|timeout| !timeout.is_zero()),
             fleet,
             gate: Gate::new(limits),
             labels: Arc::default(),

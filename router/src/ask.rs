@@ -20,6 +20,8 @@ pub(crate) struct Limits {
     pub(crate) max_messages: usize,
     pub(crate) max_stop_strings: usize,
     pub(crate) max_stop_bytes: usize,
+    /// Answers to one prompt.
+    pub(crate) max_n: u32,
 }
 
 /// What to continue.
@@ -52,6 +54,12 @@ pub(crate) struct Ask {
     pub(crate) seed: Option<u64>,
     pub(crate) stop: Vec<String>,
     pub(crate) ignore_eos: bool,
+    /// Answers to generate; at least 1.
+    pub(crate) n: u32,
+    /// Lower is served earlier.
+    pub(crate) priority: i32,
+    /// Neither use nor fill the prefix cache.
+    pub(crate) no_prefix_cache: bool,
 }
 
 /// What concerns the answer's form on the HTTP face.

@@ -4,6 +4,9 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use baton_dispatch::Policy;
+use baton_handoff::MAX_SEQUENCES;
+
 use crate::RouterError;
 
 /// Options of the router. Every doc comment is the option's help text.
@@ -37,6 +40,10 @@ pub struct RouterConfig {
     #[arg(long, env = "BATON_COLOCATED")]
     pub colocated: bool,
 
+    /// How requests are placed.
+    #[command(flatten)]
+    pub placement: PlacementConfig,
+
     /// Model whose tokenizer is used: 'default', 'builtin:tiny', a GGUF file, or a hub id such as org/name
     #[arg(long, env = "BATON_MODEL", value_name = "MODEL", default_value = "default")]
     pub model: String,
@@ -62,6 +69,11 @@ pub struct RouterConfig {
     #[arg(long, env = "BATON_MAX_QUEUE", value_name = "N", default_value_t = 256,
           value_parser = clap::value_parser!(u32).range(0..=65536))]
     pub max_queue: u32,
+
+    /// Answers of a request (its `n`), at most, 1 to 16
+    #[arg(long, env = "BATON_MAX_N", value_name = "N", default_value_t = 8,
+          value_parser = clap::value_parser!(u32).range(1..=MAX_SEQUENCES as i64))]
+    pub max_n: u32,
 
     /// Bytes of a request body, at most, 1024 to 1073741824
     #[arg(long, env = "BATON_MAX_BODY_BYTES", value_name = "BYTES", default_value_t = 8 << 20,
@@ -109,9 +121,29 @@ pub struct RouterConfig {
     #[arg(long, env = "BATON_DRAIN_TIMEOUT", value_name = "SECONDS", default_value = "5", value_parser = drain_seconds)]
     pub drain_timeout: Duration,
 
+    /// Time that a request gets in all, from its arrival to its last token, in seconds, 0 to 86400; 0 means no bound; a client
+    /// may ask for less
+    #[arg(long, env = "BATON_REQUEST_TIMEOUT", value_name = "SECONDS", default_value = "0", value_parser = request_seconds)]
+    pub request_timeout: Duration,
+
     /// Allow an address other than loopback although nothing is encrypted or authenticated
     #[arg(long, env = "BATON_INSECURE")]
     pub insecure: bool,
+}
+
+/// Options of placement: which workers a request runs on. They concern the whole cluster, so `baton up` offers them too.
+#[derive(Clone, Debug, clap::Args)]
+pub struct PlacementConfig {
+    /// How workers are chosen: kv-aware (least expected cost, from prefix caches, queues and measured rates), least-loaded,
+    /// round-robin or random-of-two
+    #[arg(long = "placement", env = "BATON_PLACEMENT", value_name = "POLICY", default_value_t = Policy::default())]
+    pub policy: Policy,
+
+    /// Uncached prompt tokens up to which a decode worker may compute a prompt itself where that costs less, 0 to 65536;
+    /// only with kv-aware placement
+    #[arg(long, env = "BATON_MAX_LOCAL_TOKENS", value_name = "TOKENS", default_value_t = 16,
+          value_parser = clap::value_parser!(u32).range(0..=65536))]
+    pub max_local_tokens: u32,
 }
 
 /// Workers of one role, at most.
@@ -128,6 +160,13 @@ fn drain_seconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(seconds) if (0.0..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
         _ => Err("seconds from 0 to 3600".to_owned()),
+    }
+}
+
+fn request_seconds(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.0..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("seconds from 0 to 86400".to_owned()),
     }
 }
 
@@ -209,8 +248,12 @@ mod tests {
     fn defaults_are_usable() {
         let config = parse(&["--decode-worker", "127.0.0.1:7000"]).expect("usable");
         assert!(config.http_listen.ip().is_loopback() && config.grpc_listen.ip().is_loopback());
-        assert_eq!(config.heartbeat_timeout, Duration::from_secs(3));
-        assert_eq!(config.max_body_bytes, 8 << 20);
+        assert_eq!(
+            (config.heartbeat_timeout, config.request_timeout),
+            (Duration::from_secs(3), Duration::ZERO)
+        );
+        assert_eq!((config.max_body_bytes, config.max_n), (8 << 20, 8));
+        assert_eq!((config.placement.policy, config.placement.max_local_tokens), (Policy::KvAware, 16));
     }
 
     #[test]
@@ -234,9 +277,14 @@ mod tests {
             (vec![worker[0], worker[1], "--grpc-listen", "192.0.2.1:80"], "--grpc-listen"),
             (vec![worker[0], worker[1], "--context", "3"], "--context"),
             (vec![worker[0], worker[1], "--max-concurrent", "0"], "--max-concurrent"),
+            (vec![worker[0], worker[1], "--placement", "nearest"], "--placement"),
+            (vec![worker[0], worker[1], "--max-local-tokens", "70000"], "--max-local-tokens"),
+            (vec![worker[0], worker[1], "--max-n", "0"], "--max-n"),
+            (vec![worker[0], worker[1], "--max-n", "17"], "--max-n"),
             (vec![worker[0], worker[1], "--max-body-bytes", "1"], "--max-body-bytes"),
             (vec![worker[0], worker[1], "--heartbeat-timeout", "0"], "--heartbeat-timeout"),
             (vec![worker[0], worker[1], "--drain-timeout", "nan"], "--drain-timeout"),
+            (vec![worker[0], worker[1], "--request-timeout", "86401"], "--request-timeout"),
             (vec![worker[0], worker[1], "--served-model-name", " "], "--served-model-name"),
         ] {
             let error = parse(&arguments).expect_err("refused");

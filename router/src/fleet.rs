@@ -1,25 +1,35 @@
 //! The fleet view: which workers there are, what they say of themselves, and which may be used.
 
 mod agreement;
+mod cache;
+mod capacity;
 mod discovery;
 mod member;
+mod placing;
 mod watch;
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use baton_dispatch::{Role, WorkerState, WorkerView};
+use baton_dispatch::{CacheIndex, Links, Placer, Policy, Role, WorkerState, WorkerView};
 use baton_handoff::InstanceId;
+use baton_kv::KvLayout;
 use baton_telemetry::metrics::WorkerCount;
 
+pub(crate) use capacity::Capacity;
 pub(crate) use discovery::Discovery;
 pub(crate) use member::{InFlight, Member};
+use placing::Placing;
+pub(crate) use placing::{Found, Wanted};
 
 use crate::RouterError;
 
 /// Every worker this router knows of.
 pub(crate) struct Fleet {
     members: Vec<Arc<Member>>,
+    placing: Mutex<Placing>,
+    /// Whether placement looks at what workers have cached.
+    reads_caches: bool,
     patience: Patience,
     since: Instant,
     /// Digest of the model whose tokenizer is used, once it is known.
@@ -49,18 +59,32 @@ pub(crate) struct Report {
 
 impl Fleet {
     /// Nobody is heard of until [`Fleet::watch`] runs.
-    pub(crate) fn new(discovery: &Discovery, patience: Patience) -> Result<Arc<Self>, RouterError> {
+    pub(crate) fn new(
+        discovery: &Discovery,
+        patience: Patience,
+        placer: Placer,
+    ) -> Result<Arc<Self>, RouterError> {
         let members = discovery
             .workers()
             .into_iter()
             .map(|(role, address)| Member::new(role, address).map(Arc::new))
             .collect::<Result<_, _>>()?;
-        Ok(Arc::new(Self { members, patience, since: Instant::now(), digest: OnceLock::new() }))
+        let reads_caches = placer.policy() == Policy::KvAware;
+        let placing = Placing { placer, cache: CacheIndex::default(), links: Links::default() };
+        Ok(Arc::new(Self {
+            members,
+            placing: Mutex::new(placing),
+            reads_caches,
+            patience,
+            since: Instant::now(),
+            digest: OnceLock::new(),
+        }))
     }
 
     /// Keeps the view current until the future is dropped.
     pub(crate) async fn watch(self: Arc<Self>) {
-        let readers = self.members.iter().map(|member| watch::keep(&self, member));
+        let readers =
+            self.members.iter().enumerate().map(|(index, member)| watch::keep(&self, index, member));
         tokio::join!(futures::future::join_all(readers), watch::patrol(&self));
     }
 
@@ -70,24 +94,38 @@ impl Fleet {
         self.judge();
     }
 
-    /// The worker behind an index of [`Fleet::views`].
-    pub(crate) fn member(&self, index: usize) -> Option<&Arc<Member>> {
-        self.members.get(index)
+    /// What placement chooses from. A decode worker that failed requests is better than none, so when no other is ready
+    /// those count as ready; without prefill workers requests run locally.
+    fn views(&self) -> Vec<WorkerView> {
+        let mut views: Vec<WorkerView> =
+            self.members.iter().enumerate().map(|(index, member)| member.view(index)).collect();
+        let decodes = |view: &WorkerView| view.role == Role::Decode;
+        if !views.iter().any(|view| decodes(view) && view.state == WorkerState::Ready) {
+            for (view, member) in views.iter_mut().zip(&self.members) {
+                if decodes(view) && member.state() == WorkerState::Ready {
+                    view.state = WorkerState::Ready;
+                }
+            }
+        }
+        views
     }
 
-    /// What placement chooses from.
-    pub(crate) fn views(&self) -> Vec<WorkerView> {
-        self.members.iter().enumerate().map(|(index, member)| member.view(index)).collect()
+    /// How KV is laid out, as the workers agree; `None` before any was heard of.
+    fn layout(&self) -> Option<KvLayout> {
+        self.members.iter().find_map(|member| member.layout())
     }
 
-    /// Tokens of a block, as the workers agree; `None` before any was heard of.
-    pub(crate) fn block_size(&self) -> Option<u32> {
-        self.members.iter().find_map(|member| member.offer().map(|offer| offer.block_size))
+    /// Of the largest ready decode worker; `None` without one.
+    pub(crate) fn largest(&self) -> Option<Capacity> {
+        let block_size = self.layout()?.block_size as u64;
+        let ready = |view: &WorkerView| view.role == Role::Decode && view.state == WorkerState::Ready;
+        let blocks = self.views().into_iter().filter(ready).map(|view| u64::from(view.total_blocks)).max()?;
+        Some(Capacity { blocks, block_size })
     }
 
     /// Tokens of prompt and output that every usable worker can hold; `None` before any was heard of.
     pub(crate) fn context(&self) -> Option<u32> {
-        self.members.iter().filter_map(|member| member.offer().map(|offer| offer.context)).min()
+        self.members.iter().filter_map(|member| member.context()).min()
     }
 
     /// What keeps a chat from being served; empty when nothing does.
@@ -125,6 +163,14 @@ impl Fleet {
             }
         }
         counts
+    }
+
+    /// Workers of each role that get no requests because they kept failing them, for the scrape.
+    pub(crate) fn open_breakers(&self) -> Vec<(&'static str, u64)> {
+        let open = |role| {
+            self.members.iter().filter(|member| member.role == role && member.is_shunned()).count() as u64
+        };
+        [Role::Prefill, Role::Decode].map(|role| (role_name(role), open(role))).to_vec()
     }
 
     /// Decides anew who agrees with whom; called whenever a description changes.

@@ -10,6 +10,7 @@ mod api_error;
 mod app;
 mod ask;
 mod config;
+mod deadline;
 mod error;
 mod fleet;
 mod gate;
@@ -22,6 +23,6 @@ mod serve;
 mod served;
 mod web;
 
-pub use config::RouterConfig;
+pub use config::{PlacementConfig, RouterConfig};
 pub use error::RouterError;
 pub use serve::{Router, Running, run};

@@ -2,6 +2,7 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Instant;
 
 use baton_proto::v1;
 use baton_proto::v1::inference_server::Inference;
@@ -15,9 +16,10 @@ use crate::accept::{Accepted, Caller, accept, check_model, enter};
 use crate::api_error::ApiError;
 use crate::app::App;
 use crate::ask::{Input, read_generate, read_messages};
+use crate::deadline::{Deadline, GRPC_TIMEOUT, from_grpc};
 use crate::prompt::tokens;
 use crate::request::{Output, Summary, finish_name};
-use crate::web::{LABEL_HEADER, MODE_HEADER, REQUEST_ID_HEADER};
+use crate::web::{LABEL_HEADER, MODE_HEADER, REASON_HEADER, REQUEST_ID_HEADER};
 
 /// Serves clients.
 pub(crate) struct InferenceService {
@@ -28,6 +30,16 @@ impl InferenceService {
     pub(crate) fn new(app: Arc<App>) -> Self {
         Self { app }
     }
+}
+
+/// When the head of a call came; its message may take a while.
+#[derive(Clone, Copy)]
+struct Arrived(Instant);
+
+/// Stamps a call whose message was not read yet.
+pub(crate) fn stamp(mut call: Request<()>) -> Result<Request<()>, Status> {
+    call.extensions_mut().insert(Arrived(Instant::now()));
+    Ok(call)
 }
 
 impl From<ApiError> for Status {
@@ -56,10 +68,16 @@ impl Inference for InferenceService {
             Status::from(error)
         };
         let header = |name: &str| request.metadata().get(name).map(|value| value.as_encoded_bytes());
-        let caller = Caller::new(header(LABEL_HEADER), header(TRACEPARENT)).map_err(refused)?;
+        let waits = header(GRPC_TIMEOUT).map(from_grpc).transpose().map_err(refused)?;
+        let arrived = request.extensions().get().map_or_else(Instant::now, |Arrived(at)| *at);
+        let deadline = Deadline::new(arrived, waits, self.app.request_timeout);
+        let (label, trace) = (header(LABEL_HEADER), header(TRACEPARENT));
+        let caller = Caller::new(label, trace, arrived, deadline).map_err(refused)?;
         let ask = read_generate(request.into_inner(), &self.app.limits).map_err(refused)?;
         let Accepted { mut outputs, .. } = accept(&self.app, ask, &caller).await.map_err(refused)?;
-        let head = crate::web::head(&mut outputs, self.app.keep_alive).await;
+        let head = async { Ok(crate::web::head(&mut outputs, self.app.keep_alive).await) };
+        // Said here and not only by the request's task, which the transport would not wait for.
+        let head = caller.deadline.bound(head).await?;
         if let Some(Output::End(Err(error))) = head.first {
             return Err(error.into());
         }
@@ -74,8 +92,9 @@ impl Inference for InferenceService {
         if let Ok(id) = id.parse() {
             metadata.insert(REQUEST_ID_HEADER, id);
         }
-        if let Some(mode) = head.mode {
-            metadata.insert(MODE_HEADER, MetadataValue::from_static(mode.name()));
+        if let Some(placed) = head.placed {
+            metadata.insert(MODE_HEADER, MetadataValue::from_static(placed.mode.name()));
+            metadata.insert(REASON_HEADER, MetadataValue::from_static(placed.reason));
         }
         if let Some(label) = caller.label.and_then(|label| label.parse().ok()) {
             metadata.insert(LABEL_HEADER, label);
@@ -116,9 +135,14 @@ impl Inference for InferenceService {
 fn message(output: Output) -> Option<Result<v1::GenerateResponse, Status>> {
     match output {
         Output::Placed(_) => None,
-        Output::Piece { text, token_ids } => {
-            Some(Ok(v1::GenerateResponse { text, token_ids, ..v1::GenerateResponse::default() }))
+        Output::Piece { index, text, token_ids } => {
+            Some(Ok(v1::GenerateResponse { index, text, token_ids, ..v1::GenerateResponse::default() }))
         }
+        Output::Finished { index, reason } => Some(Ok(v1::GenerateResponse {
+            index,
+            finish_reason: finish_name(reason).to_owned(),
+            ..v1::GenerateResponse::default()
+        })),
         Output::End(Ok(summary)) => Some(Ok(last(&summary))),
         Output::End(Err(error)) => Some(Err(error.into())),
     }
@@ -126,6 +150,7 @@ fn message(output: Output) -> Option<Result<v1::GenerateResponse, Status>> {
 
 fn last(summary: &Summary) -> v1::GenerateResponse {
     v1::GenerateResponse {
+        index: summary.index,
         finish_reason: finish_name(summary.reason).to_owned(),
         usage: Some(v1::Usage {
             prompt_tokens: summary.usage.prompt_tokens,

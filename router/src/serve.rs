@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::serve::ListenerExt;
+use baton_dispatch::{Layout, Placer};
 use baton_proto::v1::inference_server::InferenceServer;
 use baton_telemetry::metrics::RouterMetrics;
 use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, JoinSet};
+use tonic::service::interceptor::InterceptedService;
 use tonic::transport::server::TcpIncoming;
 use tonic_health::ServingStatus;
 use tonic_health::pb::health_server::{Health, HealthServer};
@@ -16,7 +18,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::app::App;
 use crate::fleet::{Discovery, Fleet, Patience};
-use crate::rpc::InferenceService;
+use crate::rpc::{InferenceService, stamp};
 use crate::served::Served;
 use crate::{RouterConfig, RouterError, listen, web};
 
@@ -84,7 +86,7 @@ impl Router {
         }
         let patience =
             Patience { heartbeat_timeout: config.heartbeat_timeout, stall_timeout: config.stall_timeout };
-        let fleet = Fleet::new(&Discovery::from_config(&config), patience)?;
+        let fleet = Fleet::new(&Discovery::from_config(&config), patience, placer(&config)?)?;
         let app = Arc::new(App::new(&config, Arc::clone(&fleet)));
         let (reporter, health) = tonic_health::server::health_reporter();
         let mut background = JoinSet::new();
@@ -154,6 +156,16 @@ impl Running {
     }
 }
 
+fn placer(config: &RouterConfig) -> Result<Placer, RouterError> {
+    let layout = if config.colocated { Layout::Colocated } else { Layout::Disaggregated };
+    let mut seed = [0; 8];
+    // Routers that share a fleet are not to draw the same workers.
+    getrandom::fill(&mut seed)
+        .map_err(|error| RouterError::system("draw a seed")(std::io::Error::other(error.to_string())))?;
+    let placer = Placer::new(layout, config.placement.policy, u64::from_le_bytes(seed));
+    Ok(placer.with_max_local_tokens(config.placement.max_local_tokens))
+}
+
 async fn load(app: Arc<App>, config: RouterConfig) -> Result<(), RouterError> {
     let loading = tokio::task::spawn_blocking(move || Served::load(&config));
     let served = loading.await.map_err(|error| task_failed("load the tokenizer", &error))??;
@@ -194,6 +206,7 @@ async fn serve_grpc(
     let stop = app.draining.clone();
     let max_bytes = usize::try_from(app.max_body_bytes).unwrap_or(usize::MAX);
     let inference = InferenceServer::new(InferenceService::new(app)).max_decoding_message_size(max_bytes);
+    let inference = InterceptedService::new(inference, stamp);
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(baton_proto::FILE_DESCRIPTORS)

@@ -24,6 +24,8 @@ pub(crate) use generate::head;
 pub(crate) const REQUEST_ID_HEADER: &str = "x-baton-request-id";
 /// Header that says how a request ran.
 pub(crate) const MODE_HEADER: &str = "x-baton-mode";
+/// Header that says why it ran so.
+pub(crate) const REASON_HEADER: &str = "x-baton-reason";
 /// A client's own id, echoed.
 pub(crate) const LABEL_HEADER: &str = "x-request-id";
 

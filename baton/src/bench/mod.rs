@@ -1,4 +1,4 @@
-//! `baton bench`: loads a running cluster over HTTP and reports latency as its clients see it.
+//! `baton bench`: loads a running cluster over HTTP and reports latency as its clients see it; `baton bench transfer` needs no cluster.
 //!
 //! ITL is the gap between two events that carry tokens, one sample a gap; TPOT is a request's mean. Times of an open
 //! loop start at the planned moment of arrival, so that a late start can't hide a queue.
@@ -10,8 +10,10 @@ mod report;
 mod request;
 mod stall;
 mod stats;
+mod transfer;
 
 pub(crate) use options::BenchOptions;
+use options::OtherBench;
 
 use crate::client::Client;
 use crate::exit::Failure;
@@ -21,6 +23,12 @@ use crate::exit::Failure;
 /// # Errors
 /// [`Failure::Usage`] for a bad URL, [`Failure::Unexpected`] when no cluster answers or no request succeeded.
 pub(crate) async fn run(options: BenchOptions) -> Result<(), Failure> {
+    if let Some(OtherBench::Transfer(options)) = options.other {
+        let json = options.json;
+        let measured = tokio::task::spawn_blocking(move || transfer::run(&options)).await;
+        let report = measured.map_err(|error| Failure::Unexpected(error.to_string()))??;
+        return print(&report, &report.table(), json);
+    }
     let client = Client::new(&options.url)?;
     // Asked first, so that a missing cluster is one clear line and not a table of errors.
     client.get("/v1/models").await?;

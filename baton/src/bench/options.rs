@@ -4,9 +4,16 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use super::transfer::TransferOptions;
+
 /// What to load a cluster with, and for how long.
 #[derive(Debug, Clone, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct BenchOptions {
+    /// Measure something else
+    #[command(subcommand)]
+    pub(super) other: Option<OtherBench>,
+
     /// Where the cluster's HTTP face is
     #[arg(long, env = "BATON_URL", value_name = "URL", default_value = "http://127.0.0.1:8080")]
     pub(super) url: String,
@@ -90,6 +97,13 @@ pub(crate) struct BenchOptions {
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "3", requires = "streams",
           help_heading = "Stall test")]
     pub(super) quiet: Duration,
+}
+
+/// Measurements that need no cluster.
+#[derive(Debug, Clone, clap::Subcommand)]
+pub(super) enum OtherBench {
+    /// How fast KV moves between two workers of this machine, beside raw TCP and memcpy
+    Transfer(TransferOptions),
 }
 
 impl BenchOptions {

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 
+use baton_router::PlacementConfig;
 use baton_worker::{DEFAULT_TOKENS_PER_SEQUENCE, WorkerConfig};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
@@ -35,6 +36,10 @@ pub(crate) struct UpOptions {
     #[arg(long, env = "BATON_GRPC_PORT", value_name = "PORT", default_value_t = 8081,
           value_parser = clap::value_parser!(u16).range(1..))]
     pub(super) grpc_port: u16,
+
+    /// How the router places requests.
+    #[command(flatten)]
+    pub(super) placement: PlacementConfig,
 
     /// The options that every worker is given.
     #[command(flatten)]
@@ -197,6 +202,13 @@ mod tests {
         let passed = passed("", "up --max-queue 7 --block-size=32 --prefill-workers 2").unwrap();
         assert_eq!(arguments(&passed, "decode-worker"), ["--max-queue=7", "--block-size=32"]);
         assert_eq!(arguments(&passed, "router"), ["--max-queue=7"]);
+    }
+
+    #[test]
+    fn the_router_alone_is_told_how_to_place() {
+        let passed = passed("", "up --placement round-robin --max-local-tokens 64").unwrap();
+        assert_eq!(arguments(&passed, "router"), ["--placement=round-robin", "--max-local-tokens=64"]);
+        assert_eq!(arguments(&passed, "prefill-worker"), [""; 0]);
     }
 
     #[test]

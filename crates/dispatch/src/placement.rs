@@ -1,97 +1,108 @@
-//! Where a request runs: a small pure problem.
-//!
-//! Properties: the answer depends on `views` and `need` alone; only ready workers of the right role that could ever hold
-//! the request are chosen; among them the least loaded, ties by the lower index; a worker to avoid is
-//! chosen only when there is no other; no ready prefill worker means `local`, never an error.
+//! Where a request runs: the question, the answer, and how the answer is found.
+
+use std::fmt;
+use std::str::FromStr;
 
 use baton_handoff::InstanceId;
-
-/// What a worker does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Role {
-    /// Computes prompts.
-    Prefill,
-    /// Generates tokens; can compute prompts too.
-    Decode,
-}
-
-/// A worker's state, as the fleet view knows it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum WorkerState {
-    /// The model loads.
-    Loading,
-    /// Takes work.
-    Ready,
-    /// Takes no new work.
-    Draining,
-    /// Said that it failed.
-    Failed,
-    /// Can't be reached, or was never heard of.
-    Unreachable,
-}
-
-/// One worker in the fleet view.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WorkerView {
-    /// Its process.
-    pub instance: InstanceId,
-    /// The router's handle for it.
-    pub index: usize,
-    /// What it does.
-    pub role: Role,
-    /// Whether it takes work.
-    pub state: WorkerState,
-    /// Requests in its queue.
-    pub num_waiting: u32,
-    /// Prefilling on a prefill worker, running on a decode worker.
-    pub num_running: u32,
-    /// KV blocks allocatable now.
-    pub free_blocks: u32,
-    /// All KV blocks.
-    pub total_blocks: u32,
-    /// Prompt tokens accepted and not yet computed.
-    pub queued_tokens: u64,
-    /// This router's own requests there that its status may not show yet.
-    pub in_flight: u32,
-}
-
-impl WorkerView {
-    /// Less is better: requests first, then uncomputed tokens, then the index, so that equal fleets give equal answers.
-    fn load(&self) -> (u64, u64, usize) {
-        let requests = u64::from(self.in_flight) + u64::from(self.num_waiting) + u64::from(self.num_running);
-        (requests, self.queued_tokens, self.index)
-    }
-}
+use baton_kv::BlockHash;
 
 /// What a request needs of a worker.
 #[derive(Clone, Copy, Debug)]
 pub struct Need<'a> {
     /// Tokens of the prompt, forced ones included.
     pub prompt_tokens: u32,
-    /// Tokens to generate at most.
+    /// Tokens to generate at most, for each sequence.
     pub max_new_tokens: u32,
+    /// Sequences to generate; they share the prompt's blocks.
+    pub num_sequences: u32,
     /// Tokens of a block.
     pub block_size: u32,
+    /// KV of a token, all layers together.
+    pub kv_bytes_per_token: u64,
     /// Requests waiting on a worker from which on it gets no more.
     pub max_waiting: u32,
     /// Workers that failed this request.
     pub avoid: &'a [InstanceId],
+    /// Of the prompt's full blocks, in order; empty when the request uses no cache.
+    pub hashes: &'a [BlockHash],
 }
 
 impl Need<'_> {
-    fn blocks(&self) -> u64 {
+    pub(crate) fn prompt_blocks(&self) -> u64 {
+        u64::from(self.prompt_tokens).div_ceil(self.block_tokens())
+    }
+
+    /// The most that it can come to hold: sequences share the prompt's full blocks, and each has the rest to itself.
+    pub(crate) fn most_blocks(&self) -> u64 {
         let tokens = u64::from(self.prompt_tokens) + u64::from(self.max_new_tokens);
-        tokens.div_ceil(u64::from(self.block_size.max(1)))
+        let shared = u64::from(self.prompt_tokens) / self.block_tokens();
+        let own = tokens.div_ceil(self.block_tokens()) - shared;
+        shared + u64::from(self.num_sequences.max(1)) * own
+    }
+
+    fn block_tokens(&self) -> u64 {
+        u64::from(self.block_size.max(1))
     }
 }
 
 /// How the fleet is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Policy {
+pub enum Layout {
     /// Prefill and decode on separate workers.
     Disaggregated,
     /// Decode workers do everything: the baseline.
     Colocated,
+}
+
+/// How workers are chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Policy {
+    /// By expected cost: cached blocks, queues, links and load.
+    #[default]
+    KvAware,
+    /// Those with the fewest requests.
+    LeastLoaded,
+    /// One after the other.
+    RoundRobin,
+    /// The less loaded of two drawn at random.
+    RandomOfTwo,
+}
+
+impl Policy {
+    /// Every policy, for help texts and comparisons.
+    pub const ALL: [Self; 4] = [Self::KvAware, Self::LeastLoaded, Self::RoundRobin, Self::RandomOfTwo];
+
+    /// A stable name for options, metrics and spans.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::KvAware => "kv-aware",
+            Self::LeastLoaded => "least-loaded",
+            Self::RoundRobin => "round-robin",
+            Self::RandomOfTwo => "random-of-two",
+        }
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Choose one of the names that the message lists.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("'{0}' is no placement policy: kv-aware, least-loaded, round-robin or random-of-two")]
+pub struct UnknownPolicy(String);
+
+impl FromStr for Policy {
+    type Err = UnknownPolicy;
+
+    fn from_str(name: &str) -> Result<Self, UnknownPolicy> {
+        Self::ALL
+            .into_iter()
+            .find(|policy| policy.name() == name)
+            .ok_or_else(|| UnknownPolicy(name.to_owned()))
+    }
 }
 
 /// How a request runs.
@@ -99,9 +110,9 @@ pub enum Policy {
 pub enum Mode {
     /// Prefill and decode on separate workers.
     Disaggregated,
-    /// On one worker although the policy is disaggregated.
+    /// On one worker although the layout is disaggregated.
     Local,
-    /// On one worker by policy.
+    /// On one worker by layout.
     Colocated,
 }
 
@@ -117,7 +128,7 @@ impl Mode {
 }
 
 /// Where a request runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Placement {
     /// `index` of the decode worker.
     pub decode: usize,
@@ -125,8 +136,16 @@ pub struct Placement {
     pub prefill: Option<usize>,
     /// How.
     pub mode: Mode,
-    /// Why this mode, for people: "policy" or "no_prefill_worker".
+    /// Why, for people and metrics: "cost" (prefill on another worker is cheapest), "short_prompt" and "slow_link" (local is cheaper),
+    /// "no_prefill_worker", "colocated", or "policy" when the policy knows no costs.
     pub reason: &'static str,
+    /// Leading tokens of the prompt that the prefill worker has cached; 0 without one.
+    pub prefill_hit_tokens: u32,
+    /// Leading tokens of the prompt that the decode worker has cached.
+    pub decode_hit_tokens: u32,
+    /// What it is expected to cost, as [`crate::Placer`] counts: time to the first steps of decoding and what
+    /// the request's presence takes.
+    pub expected_ms: f64,
 }
 
 /// Why a request can't be placed.
@@ -141,51 +160,4 @@ pub enum PlaceError {
     /// Refuse: it can never fit.
     #[error("the request needs more KV blocks than any ready decode worker has")]
     TooLarge,
-}
-
-/// Chooses the workers for one attempt.
-///
-/// # Errors
-/// [`PlaceError`].
-pub fn place(views: &[WorkerView], need: &Need<'_>, policy: Policy) -> Result<Placement, PlaceError> {
-    let decode = choose_decode(views, need)?;
-    if policy == Policy::Colocated {
-        return Ok(Placement { decode, prefill: None, mode: Mode::Colocated, reason: "policy" });
-    }
-    let prefill_blocks = u64::from(need.prompt_tokens).div_ceil(u64::from(need.block_size.max(1)));
-    let prefill = least_loaded(
-        ready(views, Role::Prefill).filter(|view| u64::from(view.total_blocks) >= prefill_blocks),
-        need.avoid,
-    );
-    Ok(match prefill {
-        Some(view) => {
-            Placement { decode, prefill: Some(view.index), mode: Mode::Disaggregated, reason: "policy" }
-        }
-        None => Placement { decode, prefill: None, mode: Mode::Local, reason: "no_prefill_worker" },
-    })
-}
-
-fn choose_decode(views: &[WorkerView], need: &Need<'_>) -> Result<usize, PlaceError> {
-    if ready(views, Role::Decode).next().is_none() {
-        return Err(PlaceError::NoWorker);
-    }
-    let large_enough =
-        || ready(views, Role::Decode).filter(|view| u64::from(view.total_blocks) >= need.blocks());
-    if large_enough().next().is_none() {
-        return Err(PlaceError::TooLarge);
-    }
-    least_loaded(large_enough().filter(|view| view.num_waiting < need.max_waiting), need.avoid)
-        .map(|view| view.index)
-        .ok_or(PlaceError::Saturated)
-}
-
-fn ready(views: &[WorkerView], role: Role) -> impl Iterator<Item = &WorkerView> {
-    views.iter().filter(move |view| view.role == role && view.state == WorkerState::Ready)
-}
-
-fn least_loaded<'a>(
-    candidates: impl Iterator<Item = &'a WorkerView>,
-    avoid: &[InstanceId],
-) -> Option<&'a WorkerView> {
-    candidates.min_by_key(|view| (avoid.contains(&view.instance), view.load()))
 }

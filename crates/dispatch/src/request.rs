@@ -2,24 +2,24 @@
 
 use std::collections::VecDeque;
 
-use baton_handoff::{Cause, FinishReason, HandoffKey, InstanceId, RequestId, SampledToken};
+use baton_handoff::{Cause, FinishReason, HandoffKey, MAX_SEQUENCES, RequestId};
 
 use crate::attempt::Attempt;
-use crate::{
-    DecodeFact, Legs, PlaceError, Placed, PrefillFact, RequestAction, RequestEnd, RequestFact, RetryLimits,
-    Time, Verdict,
-};
+use crate::budget::{Budget, Spent};
+use crate::group::{Group, Stage};
+use crate::sequence::Sequence;
+use crate::{Legs, PlaceError, Placed, RequestAction, RequestEnd, RequestFact, RetryLimits, Time};
 
 /// What a request is created with.
 #[derive(Clone, Debug)]
 pub struct RequestConfig {
     /// The request.
     pub request: RequestId,
-    /// Which of its sequence groups.
-    pub group: u32,
-    /// Tokens to generate at most; at least 1.
+    /// Sequences to generate from the prompt: 1 to [`MAX_SEQUENCES`].
+    pub num_sequences: u32,
+    /// Tokens to generate at most, for each sequence; at least 1.
     pub max_new_tokens: u32,
-    /// Tokens that end the sequence, so that a stream lost right after one is complete and is not resumed.
+    /// Tokens that end a sequence, so that a stream lost right after one is complete and is not resumed.
     pub stop_tokens: Vec<u32>,
     /// When the request's own time is up.
     pub deadline: Option<Time>,
@@ -27,56 +27,41 @@ pub struct RequestConfig {
     pub limits: RetryLimits,
 }
 
-#[derive(Debug)]
-enum Stage {
-    /// Not yet started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
     New,
-    /// `Place` is out.
-    Placing,
-    /// Placed again at this time.
-    Backoff { until: Time },
-    /// Legs are open.
-    Running(Attempt),
-    /// Over.
+    Open,
     Ended,
 }
 
-/// One sequence group over its legs: facts in, actions out.
+/// One request over its legs: facts in, actions out.
 ///
-/// Each index is delivered once, in order, from the current attempt only. Once a token was delivered every retry is a resume:
-/// delivered tokens are forced, and the sequence goes on behind them.
+/// Each index of each sequence is delivered once, in order, from the current attempt of its group only. Once a token was
+/// delivered every retry is a resume: delivered tokens are forced, and the sequence goes on behind them, in a group of its own when
+/// the request has several.
 #[derive(Debug)]
 pub struct Request {
-    config: RequestConfig,
-    stage: Stage,
-    actions: VecDeque<RequestAction>,
-    /// Of the next attempt to open.
-    attempt: u32,
-    delivered: u32,
-    last_token: Option<u32>,
-    avoid: Vec<InstanceId>,
-    num_retries: u32,
-    num_replacements: u32,
-    num_unplaced: u32,
-    num_workers_lost: u32,
-    ignored: u64,
+    pub(crate) config: RequestConfig,
+    phase: Phase,
+    pub(crate) sequences: Vec<Sequence>,
+    /// Only grows: a group that is over stays, so that an index stays true.
+    pub(crate) groups: Vec<Group>,
+    pub(crate) budget: Budget,
+    pub(crate) actions: VecDeque<RequestAction>,
+    pub(crate) ignored: u64,
 }
 
 impl Request {
     /// A request that passed the door.
     pub fn new(config: RequestConfig) -> Self {
+        let num = usize::try_from(config.num_sequences).unwrap_or(MAX_SEQUENCES).clamp(1, MAX_SEQUENCES);
         Self {
+            budget: Budget::new(config.limits),
             config,
-            stage: Stage::New,
+            phase: Phase::New,
+            sequences: vec![Sequence::default(); num],
+            groups: Vec::new(),
             actions: VecDeque::new(),
-            attempt: 0,
-            delivered: 0,
-            last_token: None,
-            avoid: Vec::new(),
-            num_retries: 0,
-            num_replacements: 0,
-            num_unplaced: 0,
-            num_workers_lost: 0,
             ignored: 0,
         }
     }
@@ -88,11 +73,14 @@ impl Request {
 
     /// When to call [`Request::handle`] with [`RequestFact::Tick`] if nothing happens before.
     pub fn deadline(&self) -> Option<Time> {
-        match self.stage {
-            Stage::Ended => None,
-            Stage::Backoff { until } => Some(self.config.deadline.map_or(until, |at| at.min(until))),
-            Stage::New | Stage::Placing | Stage::Running(_) => self.config.deadline,
+        if self.is_ended() {
+            return None;
         }
+        let backoffs = self.groups.iter().filter_map(|group| match group.stage {
+            Stage::Backoff { until } => Some(until),
+            Stage::Placing | Stage::Running(_) | Stage::Redirecting(_) | Stage::Over => None,
+        });
+        backoffs.chain(self.config.deadline).min()
     }
 
     /// Facts of earlier attempts, duplicates, and others that changed nothing.
@@ -100,268 +88,163 @@ impl Request {
         self.ignored
     }
 
-    /// Tokens delivered.
-    pub const fn num_delivered(&self) -> u32 {
-        self.delivered
+    /// Tokens delivered, of all sequences together.
+    pub fn num_delivered(&self) -> u32 {
+        self.sequences.iter().map(|sequence| sequence.delivered).sum()
     }
 
-    /// Attempts opened after the first one.
+    /// Failures of workers that were followed by another attempt.
     pub const fn num_retries(&self) -> u32 {
-        self.num_retries
+        self.budget.num_retries()
     }
 
     /// Whether [`RequestAction::End`] was emitted.
-    pub const fn is_ended(&self) -> bool {
-        matches!(self.stage, Stage::Ended)
+    pub fn is_ended(&self) -> bool {
+        self.phase == Phase::Ended
     }
 
     /// Takes in what happened.
     pub fn handle(&mut self, now: Time, fact: RequestFact) {
         match fact {
             RequestFact::Start => self.start(),
-            RequestFact::Placed(placed) => self.placed(placed),
-            RequestFact::NotPlaced(error) => self.not_placed(now, error),
-            RequestFact::Prefill { attempt, event } => {
-                let live = matches!(&self.stage, Stage::Running(live) if live.legs.key.attempt == attempt && !live.legs.local);
-                if self.is_news(live) {
-                    self.prefill(now, event);
-                }
-            }
-            RequestFact::Decode { attempt, event } => {
-                let live = matches!(&self.stage, Stage::Running(live) if live.legs.key.attempt == attempt && live.legs.decode);
-                if self.is_news(live) {
-                    self.decode(now, event);
-                }
-            }
-            RequestFact::ClientGone => self.stop(RequestEnd::Cancelled),
-            RequestFact::StopMatched => self.stop(RequestEnd::Finished(FinishReason::Stop)),
+            RequestFact::Placed { group, placed } => self.placed(now, group, placed),
+            RequestFact::NotPlaced { group, error } => self.not_placed(now, group, error),
+            RequestFact::Prefill { group, attempt, event } => match self.running(group, attempt) {
+                Some((at, legs)) if !legs.local => self.prefill(now, at, event),
+                Some(_) => self.ignored += 1,
+                None => self.prefill_held(now, group, attempt, event),
+            },
+            RequestFact::Decode { group, attempt, event } => match self.running(group, attempt) {
+                Some((at, legs)) if legs.decode => self.decode(now, at, event),
+                _ => self.ignored += 1,
+            },
+            RequestFact::ClientGone => self.client_gone(),
+            RequestFact::StopMatched { sequence } => self.stop_matched(sequence),
             RequestFact::Tick => self.tick(now),
         }
     }
 
+    /// Where the group stands in `groups` and the legs of its attempt, when that attempt is live.
+    fn running(&self, number: u32, attempt: u32) -> Option<(usize, Legs)> {
+        self.groups.iter().enumerate().find_map(|(at, group)| match &group.stage {
+            Stage::Running(live) if group.number == number && live.legs.key.attempt == attempt => {
+                Some((at, live.legs))
+            }
+            Stage::Placing
+            | Stage::Backoff { .. }
+            | Stage::Running(_)
+            | Stage::Redirecting(_)
+            | Stage::Over => None,
+        })
+    }
+
+    fn placing(&self, number: u32) -> Option<usize> {
+        self.groups.iter().position(|group| group.number == number && matches!(group.stage, Stage::Placing))
+    }
+
     fn start(&mut self) {
-        match self.stage {
-            Stage::New => self.place(),
-            Stage::Placing | Stage::Backoff { .. } | Stage::Running(_) | Stage::Ended => self.ignored += 1,
-        }
-    }
-
-    fn placed(&mut self, placed: Placed) {
-        match self.stage {
-            Stage::Placing => self.open(placed),
-            Stage::New | Stage::Backoff { .. } | Stage::Running(_) | Stage::Ended => self.ignored += 1,
-        }
-    }
-
-    fn not_placed(&mut self, now: Time, error: PlaceError) {
-        match self.stage {
-            Stage::Placing => {}
-            Stage::New | Stage::Backoff { .. } | Stage::Running(_) | Stage::Ended => {
-                self.ignored += 1;
-                return;
+        match self.phase {
+            Phase::New => {
+                self.phase = Phase::Open;
+                self.groups.push(Group::whole(u32::try_from(self.sequences.len()).unwrap_or(1)));
+                self.place(0);
             }
+            Phase::Open | Phase::Ended => self.ignored += 1,
         }
-        let retry_after_ms = Some(self.config.limits.retry_after_ms);
+    }
+
+    fn placed(&mut self, now: Time, group: u32, placed: Placed) {
+        match (self.placing(group), self.redirecting(group)) {
+            (Some(at), _) => self.open(at, placed),
+            (None, Some(at)) => self.redirect(now, at, placed),
+            (None, None) => self.ignored += 1,
+        }
+    }
+
+    fn not_placed(&mut self, now: Time, group: u32, error: PlaceError) {
+        let Some(at) = self.placing(group) else {
+            return match self.redirecting(group) {
+                Some(at) => self.start_over(now, at),
+                None => self.ignored += 1,
+            };
+        };
+        let end = RequestEnd::Unplaced { error, retry_after_ms: Some(self.config.limits.retry_after_ms) };
         match error {
-            PlaceError::TooLarge => self.end(RequestEnd::Unplaced { error, retry_after_ms: None }),
-            PlaceError::Saturated if self.delivered == 0 => {
-                if self.num_replacements >= self.config.limits.max_replacements {
-                    return self.end(RequestEnd::Unplaced { error, retry_after_ms });
-                }
-                self.num_replacements += 1;
-                self.back_off(now, self.num_replacements - 1);
+            PlaceError::TooLarge => {
+                self.close_and_end(RequestEnd::Unplaced { error, retry_after_ms: None });
             }
+            PlaceError::Saturated if self.num_delivered() == 0 => match self.budget.place_again(None) {
+                Ok(nth) => self.back_off(now, at, nth),
+                Err(Spent) => self.close_and_end(end),
+            },
             // A first attempt needs a worker now; a later one waits for one to come back.
             PlaceError::NoWorker | PlaceError::Saturated => {
-                if self.attempt == 0 || self.num_unplaced >= self.config.limits.max_unplaced {
-                    return self.end(RequestEnd::Unplaced { error, retry_after_ms });
+                let nth = self.groups[at].num_unplaced + 1;
+                if !self.budget.has_opened() || nth > self.config.limits.max_unplaced {
+                    return self.close_and_end(end);
                 }
-                self.num_unplaced += 1;
-                self.back_off(now, self.num_unplaced);
+                self.groups[at].num_unplaced = nth;
+                self.back_off(now, at, nth);
             }
         }
     }
 
-    fn prefill(&mut self, now: Time, event: PrefillFact) {
-        let Stage::Running(live) = &mut self.stage else { return };
-        match event {
-            PrefillFact::FirstToken { .. } if live.first_token => self.ignored += 1,
-            PrefillFact::FirstToken { token, finish } => {
-                live.first_token = true;
-                let finish = finish.or_else(|| (!live.legs.decode).then_some(FinishReason::Length));
-                self.first_token(now, token, finish);
-            }
-            // The decode leg says how it goes on.
-            PrefillFact::Done => {}
-            PrefillFact::Failed(_) | PrefillFact::Unreachable | PrefillFact::Lost
-                if live.is_past_prefill() =>
-            {
-                self.ignored += 1
-            }
-            PrefillFact::Failed(cause) => {
-                let blamed =
-                    if cause == Cause::PeerLost { live.placed.decode } else { Self::prefill_of(live) };
-                self.attempt_failed(now, cause, blamed);
-            }
-            PrefillFact::Unreachable => {
-                let blamed = Self::prefill_of(live);
-                self.retry(now, Cause::PeerLost, blamed);
-            }
-            PrefillFact::Lost => {
-                let blamed = Self::prefill_of(live);
-                self.worker_lost(now, Cause::PeerLost, blamed);
-            }
+    /// The client left: what waits to be told is not, and an end that waits is replaced.
+    fn client_gone(&mut self) {
+        self.withdraw(|_| true);
+        self.actions.retain(|action| !matches!(action, RequestAction::Finished { .. }));
+        match (self.phase, self.actions.back_mut()) {
+            (Phase::New | Phase::Open, _) => self.close_and_end(RequestEnd::Cancelled),
+            (Phase::Ended, Some(RequestAction::End(pending))) => *pending = RequestEnd::Cancelled,
+            (Phase::Ended, _) => self.ignored += 1,
         }
     }
 
-    fn prefill_of(live: &Attempt) -> InstanceId {
-        live.placed.prefill.unwrap_or(live.placed.decode)
-    }
-
-    fn first_token(&mut self, now: Time, token: SampledToken, finish: Option<FinishReason>) {
-        self.token(now, token);
-        if let Some(reason) = finish
-            && self.is_running()
-        {
-            return self.close_and_end(RequestEnd::Finished(reason));
-        }
-        while let Stage::Running(live) = &mut self.stage
-            && let Some(token) = live.early.pop_front()
-        {
-            self.token(now, token);
-        }
-        if let Stage::Running(live) = &self.stage
-            && let Some(reason) = live.finished
-        {
-            self.close_and_end(RequestEnd::Finished(reason));
-        }
-    }
-
-    fn decode(&mut self, now: Time, event: DecodeFact) {
-        let Stage::Running(live) = &mut self.stage else { return };
-        match event {
-            // The leg has said its last word, and waits for the first token.
-            _ if live.finished.is_some() => self.ignored += 1,
-            DecodeFact::Started if live.started => self.ignored += 1,
-            DecodeFact::Started => live.started = true,
-            DecodeFact::Token(token) if live.first_token => self.token(now, token),
-            DecodeFact::Token(_) if live.early.len() >= self.config.limits.max_early_tokens => {
-                let blamed = Self::prefill_of(live);
-                self.attempt_failed(now, Cause::Expired, blamed);
-            }
-            DecodeFact::Token(token) => live.early.push_back(token),
-            DecodeFact::Finished(reason) if live.first_token => {
-                self.close_and_end(RequestEnd::Finished(reason));
-            }
-            DecodeFact::Finished(reason) => live.finished = Some(reason),
-            DecodeFact::Failed(cause) => {
-                let blamed =
-                    if cause == Cause::PeerLost { Self::prefill_of(live) } else { live.placed.decode };
-                self.attempt_failed(now, cause, blamed);
-            }
-            DecodeFact::Unreachable => {
-                let blamed = live.placed.decode;
-                self.retry(now, Cause::PeerLost, blamed);
-            }
-            DecodeFact::Lost => {
-                let blamed = live.placed.decode;
-                self.worker_lost(now, Cause::PeerLost, blamed);
-            }
-        }
-    }
-
-    /// The only place where a token is delivered.
-    fn token(&mut self, now: Time, token: SampledToken) {
-        if token.index < self.delivered {
+    /// Nothing more of a sequence is wanted: tokens of it that wait to be delivered are not, and its end, if it waits to be told,
+    /// becomes this one.
+    fn stop_matched(&mut self, sequence: u32) {
+        let Some(state) = self.sequences.get(sequence as usize) else {
             self.ignored += 1;
-        } else if token.index == self.delivered {
-            self.delivered += 1;
-            self.last_token = Some(token.id);
-            self.actions.push_back(RequestAction::Deliver(token));
-        } else if let Stage::Running(live) = &self.stage {
-            // A hole in an ordered stream: what comes after it can't be trusted.
-            let blamed = live.placed.decode;
-            self.attempt_failed(now, Cause::Protocol, blamed);
-        }
-    }
-
-    fn worker_lost(&mut self, now: Time, cause: Cause, blamed: InstanceId) {
-        if let Some(reason) = self.complete() {
-            return self.close_and_end(RequestEnd::Finished(reason));
-        }
-        self.num_workers_lost += 1;
-        if self.num_workers_lost >= self.config.limits.max_workers_lost {
-            return self.close_and_end(RequestEnd::Failed { cause, retry_after_ms: None });
-        }
-        self.retry(now, cause, blamed);
-    }
-
-    fn attempt_failed(&mut self, now: Time, cause: Cause, blamed: InstanceId) {
-        if let Some(reason) = self.complete() {
-            return self.close_and_end(RequestEnd::Finished(reason));
-        }
-        match Verdict::of(cause) {
-            Verdict::Ignore => self.ignored += 1,
-            Verdict::GiveUp => self.close_and_end(RequestEnd::Failed { cause, retry_after_ms: None }),
-            Verdict::WorkerLost => self.worker_lost(now, cause, blamed),
-            Verdict::Retry => self.retry(now, cause, blamed),
-            // After a delivered token nothing can be shed: it is a resume like any other.
-            Verdict::PlaceAgain if self.delivered > 0 => self.retry(now, cause, blamed),
-            Verdict::PlaceAgain => self.place_again(now, cause, blamed),
-        }
-    }
-
-    fn retry(&mut self, now: Time, cause: Cause, blamed: InstanceId) {
-        if self.num_retries >= self.config.limits.max_retries {
-            let retry_after_ms = (self.delivered == 0).then_some(self.config.limits.retry_after_ms);
-            return self.close_and_end(RequestEnd::Failed { cause, retry_after_ms });
-        }
-        self.num_retries += 1;
-        self.close();
-        self.blame(blamed);
-        self.back_off(now, self.num_retries - 1);
-    }
-
-    fn place_again(&mut self, now: Time, cause: Cause, blamed: InstanceId) {
-        if self.num_replacements >= self.config.limits.max_replacements {
-            let retry_after_ms = Some(self.config.limits.retry_after_ms);
-            return self.close_and_end(RequestEnd::Failed { cause, retry_after_ms });
-        }
-        self.num_replacements += 1;
-        self.close();
-        self.blame(blamed);
-        self.back_off(now, self.num_replacements - 1);
-    }
-
-    fn blame(&mut self, blamed: InstanceId) {
-        if !self.avoid.contains(&blamed) {
-            self.avoid.push(blamed);
-        }
-    }
-
-    /// Why the sequence needs nothing more, though its last word is missing.
-    fn complete(&self) -> Option<FinishReason> {
-        let last = self.last_token?;
-        if self.config.stop_tokens.contains(&last) {
-            return Some(FinishReason::Stop);
-        }
-        (self.delivered >= self.config.max_new_tokens).then_some(FinishReason::Length)
-    }
-
-    /// Nothing more is wanted: tokens that wait to be delivered are not, and an end that waits to be told is replaced.
-    fn stop(&mut self, end: RequestEnd) {
-        let before = self.actions.len();
-        self.actions.retain(|action| !matches!(action, RequestAction::Deliver(_)));
-        self.delivered -= u32::try_from(before - self.actions.len()).unwrap_or(self.delivered);
-        match self.stage {
-            Stage::New | Stage::Placing | Stage::Backoff { .. } | Stage::Running(_) => {
-                self.close_and_end(end);
+            return;
+        };
+        let (finished, group) = (state.finished, state.group);
+        self.withdraw(|of| of == sequence);
+        if finished {
+            let told = self.actions.iter_mut().find_map(|action| match action {
+                RequestAction::Finished { sequence: of, reason } if *of == sequence => Some(reason),
+                _ => None,
+            });
+            match told {
+                Some(reason) => *reason = FinishReason::Stop,
+                None => self.ignored += 1,
             }
-            Stage::Ended => match self.actions.back_mut() {
-                Some(RequestAction::End(pending)) => *pending = end,
-                _ => self.ignored += 1,
-            },
+            return;
         }
+        // No group speaks for it before the start or after the end.
+        let Some(at) = self.groups.iter().position(|of| of.number == group && !of.is_over()) else {
+            self.ignored += 1;
+            return;
+        };
+        self.finish(sequence, FinishReason::Stop);
+        if let (true, Some(live)) = (self.has_open(at), self.groups[at].live()) {
+            let attempt = live.legs.key.attempt;
+            self.actions.push_back(RequestAction::StopSequence { group, attempt, sequence });
+        }
+        self.settle(at);
+    }
+
+    /// Takes back tokens that were not handed out yet.
+    fn withdraw(&mut self, of: impl Fn(u32) -> bool) {
+        let Self { actions, sequences, .. } = self;
+        actions.retain(|action| match action {
+            RequestAction::Deliver { sequence, .. } if of(*sequence) => {
+                if let Some(state) = sequences.get_mut(*sequence as usize) {
+                    state.delivered -= 1;
+                }
+                false
+            }
+            _ => true,
+        });
     }
 
     fn tick(&mut self, now: Time) {
@@ -369,59 +252,115 @@ impl Request {
             return;
         }
         if self.config.deadline.is_some_and(|at| at <= now) {
-            let end = RequestEnd::Failed { cause: Cause::Deadline, retry_after_ms: None };
-            return self.close_and_end(end);
+            return self.close_and_end(RequestEnd::Failed { cause: Cause::Deadline, retry_after_ms: None });
         }
-        if let Stage::Backoff { .. } = self.stage {
-            self.place();
+        for at in 0..self.groups.len() {
+            if matches!(self.groups[at].stage, Stage::Backoff { until } if until <= now) {
+                self.place(at);
+            }
         }
     }
 
-    fn place(&mut self) {
-        self.stage = Stage::Placing;
-        self.actions.push_back(RequestAction::Place { avoid: self.avoid.clone() });
+    /// Tokens of the group's one sequence that the next attempt must force.
+    fn num_forced(&self, at: usize) -> u32 {
+        let group = &self.groups[at];
+        if group.num_sequences > 1 { 0 } else { self.sequences[group.first_sequence as usize].delivered }
     }
 
-    fn open(&mut self, placed: Placed) {
-        let RequestConfig { request, group, max_new_tokens, .. } = self.config;
-        let key = HandoffKey { request, group, attempt: self.attempt };
+    pub(crate) fn place(&mut self, at: usize) {
+        let num_forced = self.num_forced(at);
+        let avoid = self.budget.avoid();
+        let group = &mut self.groups[at];
+        group.stage = Stage::Placing;
+        let Group { number, first_sequence, num_sequences, .. } = *group;
+        self.actions.push_back(RequestAction::Place {
+            group: number,
+            avoid,
+            first_sequence,
+            num_sequences,
+            num_forced,
+            keep_prefill: None,
+        });
+    }
+
+    fn open(&mut self, at: usize, placed: Placed) {
+        let num_forced = self.num_forced(at);
+        let nth = self.budget.open();
+        let group = &mut self.groups[at];
+        let key = HandoffKey { request: self.config.request, group: group.number, attempt: group.attempt };
         let local = placed.prefill.is_none();
-        let max_new_tokens = max_new_tokens.saturating_sub(self.delivered).max(1);
-        let decode = local || max_new_tokens > 1;
-        let legs = Legs { key, local, decode, num_forced: self.delivered, max_new_tokens };
-        self.attempt += 1;
-        self.num_unplaced = 0;
-        self.stage = Stage::Running(Attempt::new(placed, legs));
+        let max_new_tokens = self.config.max_new_tokens.saturating_sub(num_forced).max(1);
+        let legs = Legs {
+            key,
+            local,
+            decode: local || max_new_tokens > 1,
+            first_sequence: group.first_sequence,
+            num_sequences: group.num_sequences,
+            num_forced,
+            max_new_tokens,
+            preempted: group.preempted,
+        };
+        group.attempt += 1;
+        group.num_unplaced = 0;
+        group.stage = Stage::Running(Attempt::new(placed, legs, nth));
         self.actions.push_back(RequestAction::OpenLegs(legs));
     }
 
-    fn back_off(&mut self, now: Time, nth: u32) {
-        self.stage = Stage::Backoff { until: now + self.config.limits.backoff(nth) };
+    pub(crate) fn back_off(&mut self, now: Time, at: usize, nth: u32) {
+        self.groups[at].stage = Stage::Backoff { until: now + self.config.limits.backoff(nth) };
     }
 
-    fn close(&mut self) {
-        if let Stage::Running(live) = &self.stage {
+    /// Drops the streams of a group, or the question where to open them.
+    pub(crate) fn close(&mut self, at: usize) {
+        let number = self.groups[at].number;
+        if let Stage::Placing | Stage::Redirecting(_) = &self.groups[at].stage {
+            self.actions
+                .retain(|action| !matches!(action, RequestAction::Place { group, .. } if *group == number));
+        }
+        if let Stage::Running(live) | Stage::Redirecting(live) = &self.groups[at].stage {
             let attempt = live.legs.key.attempt;
-            self.actions.push_back(RequestAction::CloseLegs { attempt });
+            self.actions.push_back(RequestAction::CloseLegs { group: number, attempt });
         }
     }
 
-    fn close_and_end(&mut self, end: RequestEnd) {
-        self.close();
-        self.end(end);
+    pub(crate) fn close_group(&mut self, at: usize) {
+        self.close(at);
+        self.groups[at].stage = Stage::Over;
     }
 
-    fn end(&mut self, end: RequestEnd) {
-        self.stage = Stage::Ended;
+    pub(crate) fn close_and_end(&mut self, end: RequestEnd) {
+        for at in 0..self.groups.len() {
+            self.close_group(at);
+        }
+        self.phase = Phase::Ended;
         self.actions.push_back(RequestAction::End(end));
     }
 
-    fn is_news(&mut self, news: bool) -> bool {
-        self.ignored += u64::from(!news);
-        news
+    /// The only place where a sequence ends; [`Request::settle`] follows.
+    pub(crate) fn finish(&mut self, sequence: u32, reason: FinishReason) {
+        self.sequences[sequence as usize].finished = true;
+        self.actions.push_back(RequestAction::Finished { sequence, reason });
     }
 
-    const fn is_running(&self) -> bool {
-        matches!(self.stage, Stage::Running(_))
+    /// Whether an unfinished sequence belongs to the group.
+    pub(crate) fn has_open(&self, at: usize) -> bool {
+        self.groups[at].sequences().any(|sequence| self.owns(at, sequence))
+    }
+
+    /// Whether the group speaks for this sequence.
+    pub(crate) fn owns(&self, at: usize, sequence: u32) -> bool {
+        let state = self.sequences.get(sequence as usize);
+        state.is_some_and(|state| state.group == self.groups[at].number && !state.finished)
+    }
+
+    /// Closes a group that has nothing left to do, and the request with the last one.
+    pub(crate) fn settle(&mut self, at: usize) {
+        if self.groups[at].is_over() || self.has_open(at) {
+            return;
+        }
+        self.close_group(at);
+        if self.sequences.iter().all(|sequence| sequence.finished) {
+            self.close_and_end(RequestEnd::Finished);
+        }
     }
 }

@@ -4,14 +4,14 @@ use std::time::Duration;
 
 use baton_handoff::Cause;
 
-/// How often and how fast a request is tried again.
+/// How often and how fast a request is tried again; for all its groups together, so that more sequences get no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RetryLimits {
-    /// Attempts after the first one that follow a failure.
+    /// Failures of workers that may be followed by another attempt. One worker that fails several groups at once is one failure.
     pub max_retries: u32,
     /// Placements after the first one that follow `Busy` or a full fleet, before the first token.
     pub max_replacements: u32,
-    /// Placements in a row that find no worker, once an attempt has run; a worker may be starting again.
+    /// Placements of a group in a row that find no worker, once an attempt has run; a worker may be starting again.
     pub max_unplaced: u32,
     /// Wait before the first retry; doubled each time.
     pub first_backoff: Duration,
@@ -21,7 +21,7 @@ pub struct RetryLimits {
     pub retry_after_ms: u64,
     /// Workers that may be lost under this request before it is given up as the likely reason.
     pub max_workers_lost: u32,
-    /// Tokens kept from a decode leg that runs ahead of the first token.
+    /// Tokens of a sequence kept from a decode leg that runs ahead of the first tokens.
     pub max_early_tokens: usize,
 }
 
@@ -57,6 +57,8 @@ pub enum Verdict {
     WorkerLost,
     /// Full: place again twice, then shed.
     PlaceAgain,
+    /// Nobody is to blame: resume at once, at the expense of no budget.
+    Resume,
     /// Trying again would give the same.
     GiveUp,
     /// Not a failure of the attempt; the other leg says how it goes on.
@@ -69,13 +71,15 @@ impl Verdict {
     /// * `Engine` stops the worker that says it, so it counts like a lost worker: tried once more, then given up;
     /// * `Deadline` and `SlowReader` are about the client;
     /// * `Cancelled` without a cancel of ours is a worker that lets go, like `Draining`;
-    /// * `NotNeeded` follows a finished first token, which ends the request when it arrives.
+    /// * `Preempted` gave its blocks to others, as a worker must when its pool is full;
+    /// * `NotNeeded` follows finished first tokens, which end the group when they arrive.
     pub const fn of(cause: Cause) -> Self {
         match cause {
             Cause::Busy => Self::PlaceAgain,
             Cause::Engine => Self::WorkerLost,
             Cause::TooLarge | Cause::Protocol | Cause::Deadline | Cause::SlowReader => Self::GiveUp,
             Cause::NotNeeded => Self::Ignore,
+            Cause::Preempted => Self::Resume,
             Cause::Cancelled
             | Cause::Duplicate
             | Cause::WrongInstance

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use baton_kv::KvLayout;
-use baton_scheduler::{Logits, RowSampling, StepPlan};
+use baton_scheduler::{Logits, StepPlan};
 
 use crate::kernels::MAX_QUERIES;
 use crate::sampler;
@@ -39,21 +39,21 @@ pub(crate) struct Unit {
 }
 
 /// A token whose logits are wanted.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) struct Wanted {
     pub(crate) token: usize,
     pub(crate) purpose: Purpose,
 }
 
 /// What becomes of them.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) enum Purpose {
-    /// The next token of plan row `row` is drawn.
+    /// Next tokens of plan row `row` are drawn.
     Sample {
         /// Index into the plan's rows.
         row: u32,
-        /// How.
-        sampling: RowSampling,
+        /// How: one token for each of these entries of the plan's samplings.
+        samplings: Range<usize>,
     },
     /// They are row `nth` of the output's logits.
     Copy {
@@ -188,7 +188,7 @@ impl Batch {
             self.places.push(Place { position: position as u32, block, slot: slot as u32 });
         }
         self.add_units(row.tokens.clone(), row.position, row.blocks.clone(), bounds);
-        self.add_wanted(n as u32, row.tokens.clone(), row.logits)
+        self.add_wanted(n as u32, plan)
     }
 
     /// Cuts a row so that one unit's queries fit in registers together.
@@ -212,16 +212,21 @@ impl Batch {
         }
     }
 
-    fn add_wanted(&mut self, row: u32, tokens: Range<usize>, logits: Logits) -> Result<(), String> {
-        match logits {
+    fn add_wanted(&mut self, n: u32, plan: &StepPlan) -> Result<(), String> {
+        let row = &plan.rows[n as usize];
+        match &row.logits {
             Logits::None => {}
-            Logits::Last(sampling) => {
-                sampler::check(&sampling.params)?;
-                let purpose = Purpose::Sample { row, sampling };
-                self.wanted.push(Wanted { token: tokens.end - 1, purpose });
+            Logits::Sample(wanted) => {
+                let samplings = plan.samplings.get(wanted.clone()).filter(|s| !s.is_empty());
+                let Some(samplings) = samplings else {
+                    return Err(format!("samplings {wanted:?} of {}", plan.samplings.len()));
+                };
+                samplings.iter().try_for_each(|sampling| sampler::check(&sampling.params))?;
+                let purpose = Purpose::Sample { row: n, samplings: wanted.clone() };
+                self.wanted.push(Wanted { token: row.tokens.end - 1, purpose });
             }
             Logits::All => {
-                for token in tokens {
+                for token in row.tokens.clone() {
                     self.wanted.push(Wanted { token, purpose: Purpose::Copy { nth: self.num_copied } });
                     self.num_copied += 1;
                 }

@@ -1,7 +1,7 @@
 //! Plans that contradict the arena, the model or themselves are refused before any work.
 
 use baton_kv::KvDtype;
-use baton_scheduler::{BlockCopy, SamplingParams, SequenceId};
+use baton_scheduler::{BlockCopy, RowSampling, SamplingParams, SequenceId};
 use proptest::prelude::*;
 
 use super::*;
@@ -25,7 +25,7 @@ fn bounds() -> Bounds {
 
 fn row(position: usize, num_tokens: usize, blocks: &[u32]) -> StepPlan {
     let mut plan = StepPlan::default();
-    plan.push(SequenceId(7), position, &vec![5; num_tokens], blocks, Logits::None);
+    plan.push(SequenceId(7), position, &vec![5; num_tokens], blocks, &[]);
     plan
 }
 
@@ -48,19 +48,24 @@ fn every_contradiction_is_named() {
     let mut table = row(0, 3, &[1]);
     table.rows[0].blocks = 0..2;
     let mut twice = row(0, 3, &[1]);
-    twice.push(SequenceId(8), 0, &[5], &[1], Logits::None);
+    twice.push(SequenceId(8), 0, &[5], &[1], &[]);
     // Whichever row comes first.
     let mut read = row(0, 3, &[1]);
-    read.push(SequenceId(8), 16, &[5], &[1, 2], Logits::None);
+    read.push(SequenceId(8), 16, &[5], &[1, 2], &[]);
     let mut read_before = row(17, 3, &[1, 2]);
-    read_before.push(SequenceId(8), 0, &[5], &[1], Logits::None);
+    read_before.push(SequenceId(8), 0, &[5], &[1], &[]);
     let mut copy = row(0, 3, &[1]);
     copy.copies.push(BlockCopy { from: 1, to: 10 });
     let mut own = row(0, 3, &[1]);
     own.copies.push(BlockCopy { from: 2, to: 2 });
     let mut cold = row(0, 3, &[1]);
     let params = SamplingParams { temperature: -1.0, ..SamplingParams::GREEDY };
-    cold.rows[0].logits = Logits::Last(RowSampling { params, sequence: 0, position: 3 });
+    cold.samplings = vec![RowSampling { params, sequence: 0, position: 3 }];
+    cold.rows[0].logits = Logits::Sample(0..1);
+    let mut nothing = row(0, 3, &[1]);
+    nothing.rows[0].logits = Logits::Sample(0..0);
+    let mut unknown = row(0, 3, &[1]);
+    unknown.rows[0].logits = Logits::Sample(0..1);
     for (plan, want) in [
         (row(0, 41, &[1, 2, 3]), "41 tokens, the limit is 40"),
         (token, "token 100 is outside the vocabulary of 100"),
@@ -85,6 +90,8 @@ fn every_contradiction_is_named() {
         (copy, "copy of block 1 to 10 of 10"),
         (own, "copy of block 2 to 2 of 10"),
         (cold, "row 0 (sequence 7): temperature is -1, from 0 up is possible"),
+        (nothing, "row 0 (sequence 7): samplings 0..0 of 0"),
+        (unknown, "row 0 (sequence 7): samplings 0..1 of 0"),
     ] {
         assert_eq!(refusal(&plan), want);
     }
@@ -104,7 +111,7 @@ fn what_touches_the_limits_is_accepted_and_a_refusal_leaves_no_trace() {
     assert_eq!(places.last(), Some(&(63, 4, 15)));
     // A block that is only read may be shared.
     let mut shared = row(16, 3, &[1, 2]);
-    shared.push(SequenceId(8), 16, &[5], &[1, 3], Logits::None);
+    shared.push(SequenceId(8), 16, &[5], &[1, 3], &[]);
     batch.prepare(&shared, &layout(), &bounds()).unwrap();
 }
 

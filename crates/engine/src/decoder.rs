@@ -39,7 +39,7 @@ pub(crate) struct Decoder {
 pub(crate) struct Outcome {
     stopped: AtomicBool,
     not_finite: AtomicBool,
-    /// Token and bits of its log-probability, for each wanted row.
+    /// Token and bits of its log-probability, for each of the plan's samplings.
     drawn: Vec<AtomicU64>,
 }
 
@@ -53,15 +53,19 @@ pub(crate) struct Step<'a> {
 }
 
 impl Outcome {
-    pub(crate) fn new(max_rows: usize) -> Outcome {
+    pub(crate) fn new(num_samplings: usize) -> Outcome {
         Outcome {
             stopped: AtomicBool::new(false),
             not_finite: AtomicBool::new(false),
-            drawn: (0..max_rows).map(|_| AtomicU64::new(0)).collect(),
+            drawn: (0..num_samplings).map(|_| AtomicU64::new(0)).collect(),
         }
     }
 
-    pub(crate) fn clear(&self) {
+    /// Forgets the step before. There is room for a sequence a row; groups may need more, once.
+    pub(crate) fn start(&mut self, num_samplings: usize) {
+        if self.drawn.len() < num_samplings {
+            self.drawn.resize_with(num_samplings, AtomicU64::default);
+        }
         self.stopped.store(false, Ordering::Relaxed);
         self.not_finite.store(false, Ordering::Relaxed);
     }
@@ -74,14 +78,14 @@ impl Outcome {
         self.not_finite.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn drawn(&self, wanted: usize) -> Drawn {
-        let bits = self.drawn[wanted].load(Ordering::Relaxed);
+    pub(crate) fn drawn(&self, sampling: usize) -> Drawn {
+        let bits = self.drawn[sampling].load(Ordering::Relaxed);
         Drawn { token: bits as u32, logprob: f32::from_bits((bits >> 32) as u32) }
     }
 
-    fn set_drawn(&self, wanted: usize, drawn: Drawn) {
+    fn set_drawn(&self, sampling: usize, drawn: Drawn) {
         let bits = u64::from(drawn.logprob.to_bits()) << 32 | u64::from(drawn.token);
-        self.drawn[wanted].store(bits, Ordering::Relaxed);
+        self.drawn[sampling].store(bits, Ordering::Relaxed);
     }
 }
 
@@ -295,24 +299,26 @@ impl Decoder {
         Ok(())
     }
 
-    /// Draws from, or copies, row `row` of the logits for the `nth` wanted token.
+    /// Draws from, or copies, row `row` of the logits for the `nth` wanted token. All tokens of a row are drawn from the same logits.
     fn use_logits(&self, m: Member<'_>, step: Step<'_>, nth: usize, row: usize) {
         let vocab = self.config.vocab;
         // SAFETY: see the top of the file; a row is that long.
         let logits = unsafe { std::slice::from_raw_parts(self.scratch.logits.row(row), vocab) };
-        match step.batch.wanted[nth].purpose {
-            Purpose::Sample { sampling, .. } => {
+        match &step.batch.wanted[nth].purpose {
+            Purpose::Sample { samplings, .. } => {
                 let sampler = &self.scratch.members[m.index()].sampler;
                 let mut sampler = sampler.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                // SAFETY: rows of logits are padded to whole vectors.
-                match unsafe { sampler::draw(self.kernels, logits, &sampling, &mut sampler) } {
-                    Ok(drawn) => self.outcome.set_drawn(nth, drawn),
-                    Err(sampler::NotFinite) => self.outcome.not_finite.store(true, Ordering::Relaxed),
+                for (nth, sampling) in samplings.clone().zip(&step.plan.samplings[samplings.clone()]) {
+                    // SAFETY: rows of logits are padded to whole vectors.
+                    match unsafe { sampler::draw(self.kernels, logits, sampling, &mut sampler) } {
+                        Ok(drawn) => self.outcome.set_drawn(nth, drawn),
+                        Err(sampler::NotFinite) => self.outcome.not_finite.store(true, Ordering::Relaxed),
+                    }
                 }
             }
             Purpose::Copy { nth } => {
                 // SAFETY: the caller gave `num_copied` rows of the vocabulary's size; this one is this member's.
-                let out = unsafe { std::slice::from_raw_parts_mut(step.copied.row(nth), vocab) };
+                let out = unsafe { std::slice::from_raw_parts_mut(step.copied.row(*nth), vocab) };
                 out.copy_from_slice(logits);
                 if logits.iter().any(|l| !l.is_finite()) {
                     self.outcome.not_finite.store(true, Ordering::Relaxed);

@@ -86,10 +86,12 @@ impl CpuEngine {
     }
 
     fn fill(&self, output: &mut StepOutput) {
-        for (nth, wanted) in self.batch.wanted.iter().enumerate() {
-            if let Purpose::Sample { row, .. } = wanted.purpose {
+        for wanted in &self.batch.wanted {
+            let Purpose::Sample { row, samplings } = &wanted.purpose else { continue };
+            for nth in samplings.clone() {
                 let drawn = self.decoder.outcome.drawn(nth);
-                output.sampled.push(Sampled { row, token: drawn.token, logprob: drawn.logprob });
+                let (row, sampling) = (*row, nth as u32);
+                output.sampled.push(Sampled { row, sampling, token: drawn.token, logprob: drawn.logprob });
             }
         }
     }
@@ -123,7 +125,7 @@ impl Engine for CpuEngine {
             return Ok(());
         }
         output.logits.resize(self.batch.num_copied * self.bounds.vocab, 0.0);
-        self.decoder.outcome.clear();
+        self.decoder.outcome.start(plan.samplings.len());
         let copied = Matrix::new(output.logits.as_mut_ptr(), self.bounds.vocab);
         let (decoder, step) = (&self.decoder, Step { plan, batch: &self.batch, copied });
         let finished = self

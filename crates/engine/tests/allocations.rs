@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use baton_engine::{CpuEngineConfig, WeightSource};
 use baton_model::{Model, WeightType};
-use baton_scheduler::{Logits, RowSampling, SamplingParams};
+use baton_scheduler::{RowSampling, SamplingParams};
 use support::random_model::{RandomModel, config};
-use support::{Rig, greedy};
+use support::{Logits, Rig, greedy};
 
 struct Counting;
 

@@ -8,9 +8,9 @@ use std::collections::HashSet;
 use baton_engine::{CpuEngineConfig, Isa, Precision};
 use baton_kv::{BlockMemory, BlockPool, BlockTable, KvDtype};
 use baton_model::{ModelConfig, WeightType};
-use baton_scheduler::{BlockCopy, Engine, EngineError, Flow, Logits};
+use baton_scheduler::{BlockCopy, Engine, EngineError, Flow, RowSampling, SamplingParams};
 use support::random_model::{RandomModel, config};
-use support::{Random, Rig, bits, default_model_or_skip, greedy};
+use support::{Logits, Random, Rig, bits, default_model_or_skip, greedy};
 
 /// Crosses two softmax tiles and ends inside a block.
 const LENGTH: usize = 553;
@@ -168,6 +168,35 @@ fn a_step_left_after_a_layer_leaves_no_trace() {
 }
 
 #[test]
+fn tokens_drawn_from_one_row_are_those_of_rows_of_their_own() {
+    let model = model();
+    let tokens = Random(26).tokens(20, model.config.vocab);
+    let mut rig = rig(&model, best(2));
+    let params = SamplingParams { temperature: 100.0, seed: 5, ..SamplingParams::GREEDY };
+    let sampling = |sequence| RowSampling { params, sequence, position: 20 };
+    let mut alone = Vec::new();
+    for n in 0..4 {
+        let mut sequence = rig.sequence(LENGTH);
+        rig.add(&mut sequence, &tokens, Logits::Last(sampling(n)));
+        rig.step();
+        alone.extend(rig.output.sampled.iter().map(|s| (s.token, s.logprob.to_bits())));
+        rig.release(sequence);
+    }
+    // Beside another row, and more draws than the step has tokens.
+    let (mut other, sequence) = (rig.sequence(LENGTH), rig.sequence(LENGTH));
+    rig.add(&mut other, &tokens[..3], greedy(3));
+    let samplings: Vec<_> = (0..700).map(sampling).collect();
+    rig.plan.push(baton_scheduler::SequenceId(99), 0, &tokens, &sequence.blocks, &samplings);
+    rig.step();
+    let sampled = &rig.output.sampled;
+    assert_eq!(sampled.len(), 701);
+    assert!(sampled.iter().enumerate().all(|(n, s)| s.row == u32::from(n > 0) && s.sampling == n as u32));
+    let together: Vec<_> = sampled[1..5].iter().map(|s| (s.token, s.logprob.to_bits())).collect();
+    assert_eq!(together, alone);
+    assert!(sampled[1..].iter().map(|s| s.token).collect::<HashSet<_>>().len() > 1, "they differ");
+}
+
+#[test]
 fn on_layer_is_called_once_for_each_layer_with_its_kv_complete() {
     let model = model();
     let tokens = Random(25).tokens(40, model.config.vocab);
@@ -175,7 +204,7 @@ fn on_layer_is_called_once_for_each_layer_with_its_kv_complete() {
     let mut table = BlockTable::new();
     table.extend(BlockPool::new(3).allocate(3).unwrap());
     let lease = table.read_lease();
-    rig.plan.push(baton_scheduler::SequenceId(1), 0, &tokens, table.ids(), Logits::None);
+    rig.plan.push(baton_scheduler::SequenceId(1), 0, &tokens, table.ids(), &[]);
     let Rig { engine, plan, output, arena, .. } = &mut rig;
     let copy = |layer| (0..3).map(|nth| arena.read(&lease, layer, nth).unwrap().to_vec()).collect::<Vec<_>>();
     let mut seen = Vec::new();

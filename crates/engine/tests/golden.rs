@@ -4,9 +4,8 @@ mod support;
 
 use baton_engine::{CpuEngineConfig, Precision};
 use baton_kv::KvDtype;
-use baton_scheduler::Logits;
 use serde_json::Value;
-use support::{Rig, default_model_or_skip, greedy};
+use support::{Logits, Rig, default_model_or_skip, greedy};
 
 /// Below this margin between the two best logits, other rounding may choose the other token.
 const DECIDED: f64 = 0.005;

@@ -5,11 +5,10 @@ mod support;
 use baton_engine::{CpuEngineConfig, Isa, Precision, WeightSource};
 use baton_kv::{BlockMemory, BlockPool, BlockSlice, BlockTable, KvDtype};
 use baton_model::{ModelConfig, RopeStyle, WeightType};
-use baton_scheduler::Logits;
 use half::f16;
 use support::naive::{LayerCache, forward};
 use support::random_model::{RandomModel, config};
-use support::{Random, Rig, Sequence};
+use support::{Logits, Random, Rig, Sequence};
 
 fn worst_difference(got: &[f32], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());

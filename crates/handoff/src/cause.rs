@@ -51,11 +51,14 @@ pub enum Cause {
     /// The client reads slower than the output buffer allows.
     #[error("the client reads too slowly")]
     SlowReader,
+    /// The sequence gave up its blocks to others; it is to be resumed elsewhere.
+    #[error("preempted")]
+    Preempted,
 }
 
 impl Cause {
     /// Every cause, for exhaustive tests and metrics.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Cancelled,
         Self::Deadline,
         Self::Duplicate,
@@ -72,7 +75,31 @@ impl Cause {
         Self::Engine,
         Self::NotNeeded,
         Self::SlowReader,
+        Self::Preempted,
     ];
+
+    /// Whether a handoff that its destination ended for this cause, or that was lost with it, may succeed with another one.
+    pub const fn is_of_destination(self) -> bool {
+        match self {
+            Self::Cancelled
+            | Self::WrongInstance
+            | Self::Busy
+            | Self::Corrupt
+            | Self::PeerLost
+            | Self::NotFound
+            | Self::Draining
+            | Self::Expired
+            | Self::Preempted => true,
+            Self::Deadline
+            | Self::Duplicate
+            | Self::TooLarge
+            | Self::Layout
+            | Self::Protocol
+            | Self::Engine
+            | Self::NotNeeded
+            | Self::SlowReader => false,
+        }
+    }
 
     /// A stable name for metrics, logs and spans.
     pub const fn name(self) -> &'static str {
@@ -93,6 +120,7 @@ impl Cause {
             Self::Engine => "engine",
             Self::NotNeeded => "not_needed",
             Self::SlowReader => "slow_reader",
+            Self::Preempted => "preempted",
         }
     }
 }

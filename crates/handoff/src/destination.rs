@@ -214,10 +214,10 @@ impl Destination {
 
     fn commit(&mut self, now: Time, commit: Commit) {
         let news = match &mut self.stage {
-            Stage::Receiving(_) if commit.finish.is_some() => return self.close(now, Cause::NotNeeded),
-            Stage::Receiving(receipt) if commit.bytes != receipt.bytes() => {
+            Stage::Receiving(receipt) if commit.bytes != receipt.bytes() || !commit.is_well_formed() => {
                 return self.close(now, Cause::Protocol);
             }
+            Stage::Receiving(_) if commit.is_finished() => return self.close(now, Cause::NotNeeded),
             Stage::Receiving(receipt) => receipt.commit(now, commit),
             Stage::Waiting
             | Stage::Reserving { .. }
@@ -281,7 +281,7 @@ impl Destination {
                 self.writer_ended(now);
             }
             Stage::Committing { commit, .. } => {
-                let commit = *commit;
+                let commit = commit.clone();
                 self.run(commit);
             }
             Stage::Closing { cause, .. } => {

@@ -1,9 +1,9 @@
 //! What goes into the two machines and what comes out of them.
 
-use crate::{Cause, Commit, DestinationMessage, FinishReason, InstanceId, SampledToken, SourceMessage};
+use crate::{Cause, Commit, DestinationMessage, FirstToken, HandoffKey, InstanceId, SourceMessage};
 
 /// What happened, as the source's shell saw it.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum SourceFact {
     /// The prompt came near the head of the queue: offer it.
     NearHead,
@@ -14,12 +14,10 @@ pub enum SourceFact {
         /// Absolute offset.
         bytes: u64,
     },
-    /// Prefill is done.
+    /// Prefill is done; repeated after a [`SourceFact::Redirected`], once granted.
     Sampled {
-        /// The first token.
-        first: SampledToken,
-        /// Set when it already ends the sequence.
-        finish: Option<FinishReason>,
+        /// One token of each sequence of the group, in the order of their numbers.
+        first: Vec<FirstToken>,
         /// Bytes of the whole stream.
         bytes: u64,
         /// Frames of the whole stream.
@@ -36,6 +34,13 @@ pub enum SourceFact {
     ControlLost,
     /// The bulk stream broke.
     BulkLost,
+    /// The router wants the blocks elsewhere, under another key; see [`crate::Source::can_redirect`].
+    Redirected {
+        /// Of the next attempt.
+        key: HandoffKey,
+        /// Whom the router means now.
+        destination: InstanceId,
+    },
     /// The router dropped the leg, or this worker gives up, for this cause.
     Cancelled(Cause),
     /// Time passed; see [`crate::Source::deadline`].
@@ -43,11 +48,11 @@ pub enum SourceFact {
 }
 
 /// What the source's shell is to do, in order.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum SourceAction {
     /// Write this to the control stream (opening it for the offer).
     Send(SourceMessage),
-    /// The destination has room: compute the prompt.
+    /// The destination has room: compute the prompt; after a redirect it is computed, and [`SourceFact::Sampled`] answers at once.
     Compute {
         /// Leading tokens whose KV must not be sent; they are computed nevertheless, or come from a cache.
         skip_tokens: u32,
@@ -69,6 +74,9 @@ pub enum SourceAction {
     },
     /// Stop the bulk sender and close its stream: no byte is read from the blocks after this.
     Fence,
+    /// The handoff failed for this cause and the control stream is to be closed, but the blocks are kept for a while: tell the router,
+    /// which may answer with [`SourceFact::Redirected`].
+    Hold(Cause),
     /// The blocks are no longer needed: give the sequence up, or release it when it is held.
     Release,
     /// Nothing more follows.
@@ -82,12 +90,12 @@ pub enum SourceEnd {
     Committed,
     /// It failed; the attempt is over.
     Failed(Cause),
-    /// The first token ended the sequence.
+    /// The first tokens ended every sequence.
     NotNeeded,
 }
 
 /// What happened, as the destination's shell saw it.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum DestinationFact {
     /// An offer for this key came, or was parked and is matched now.
     Offered {
@@ -134,7 +142,7 @@ pub enum DestinationFact {
 }
 
 /// What the destination's shell is to do, in order.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum DestinationAction {
     /// Ask the scheduler for all blocks of the prompt; it answers `Reserved` or `NoRoom`.
     Reserve,
@@ -142,7 +150,7 @@ pub enum DestinationAction {
     Send(DestinationMessage),
     /// Fence the write lease and end the writer; `WriterEnded` answers.
     Fence,
-    /// Every byte is verified and the writer is gone: the sequence runs from here.
+    /// Every byte is verified and the writer is gone: the sequences run from here.
     Run(Commit),
     /// Give the sequence up in the scheduler; its blocks return (they are pinned while the lease lives).
     Free,

@@ -18,7 +18,9 @@ pub use cause::Cause;
 pub use destination::{Destination, DestinationConfig};
 pub use facts::{DestinationAction, DestinationEnd, DestinationFact, SourceAction, SourceEnd, SourceFact};
 pub use key::{HandoffKey, InstanceId, RequestId};
-pub use message::{Commit, DestinationMessage, FinishReason, SampledToken, SourceMessage};
+pub use message::{
+    Commit, DestinationMessage, FinishReason, FirstToken, MAX_SEQUENCES, SampledToken, SourceMessage,
+};
 pub use registry::{Match, Offer, Registry, RegistryLimits};
 pub use source::{Source, SourceConfig};
 pub use timers::{TimerOwner, TimerRow, Timers};

@@ -22,21 +22,46 @@ pub struct SampledToken {
     pub index: u32,
 }
 
-/// The end of the source's work, with what decoding needs to go on.
+/// Sequences that one request may have, and so first tokens of one handoff.
+pub const MAX_SEQUENCES: usize = 16;
+
+/// The first token of one sequence, sampled by the source from the prompt's last logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Commit {
-    /// Sampled by the source from the prompt's last logits.
-    pub first_token: SampledToken,
-    /// Set when that token already ends the sequence.
+pub struct FirstToken {
+    /// Number of the sequence within its request.
+    pub sequence: u32,
+    /// The token.
+    pub token: SampledToken,
+    /// Set when it already ends the sequence.
     pub finish: Option<FinishReason>,
+}
+
+/// The end of the source's work, with what decoding needs to go on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Commit {
+    /// One of each sequence of the group, in the order of their numbers: 1 to [`MAX_SEQUENCES`] of them.
+    pub first_tokens: Vec<FirstToken>,
     /// Bytes of KV in the handoff's byte stream, resends not counted.
     pub bytes: u64,
     /// Frames they were cut into.
     pub frames: u64,
 }
 
+impl Commit {
+    /// Whether no sequence goes on: the destination has nothing to do.
+    pub fn is_finished(&self) -> bool {
+        self.first_tokens.iter().all(|first| first.finish.is_some())
+    }
+
+    /// Whether the first tokens are those of a group: at least one, not too many, numbered without a gap.
+    pub fn is_well_formed(&self) -> bool {
+        let follows = |pair: &[FirstToken]| pair[0].sequence.checked_add(1) == Some(pair[1].sequence);
+        (1..=MAX_SEQUENCES).contains(&self.first_tokens.len()) && self.first_tokens.windows(2).all(follows)
+    }
+}
+
 /// From the prefill worker.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum SourceMessage {
     /// Asks for room; zero credit.
     Offer {

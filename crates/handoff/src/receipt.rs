@@ -112,8 +112,8 @@ impl Receipt {
     }
 
     /// The commit, once every byte is verified too.
-    pub(crate) const fn complete(&self) -> Option<Commit> {
-        if self.is_whole() { self.commit } else { None }
+    pub(crate) fn complete(&self) -> Option<Commit> {
+        if self.is_whole() { self.commit.clone() } else { None }
     }
 
     /// `true` the first time the bulk stream breaks.

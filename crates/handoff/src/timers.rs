@@ -39,6 +39,8 @@ pub struct Timers {
     pub delivery: Duration,
     /// Source: abort sent, no acknowledgement.
     pub abort: Duration,
+    /// Source: the prompt is computed, the handoff failed, and no redirect came, or no answer to its offer.
+    pub hold: Duration,
     /// Destination: blocks wanted, the scheduler has not reserved them.
     pub reserve: Duration,
     /// Destination: granted, and not one verified byte.
@@ -53,7 +55,7 @@ pub struct Timers {
 
 impl Timers {
     /// The table behind [`Timers::default`].
-    pub const TABLE: [TimerRow; 8] = [
+    pub const TABLE: [TimerRow; 9] = [
         row(
             "answer",
             TimerOwner::Source,
@@ -71,6 +73,12 @@ impl Timers {
             TimerOwner::Source,
             2_000,
             "abort unacknowledged: the handoff ends without knowing the other side",
+        ),
+        row(
+            "hold",
+            TimerOwner::Source,
+            3_000,
+            "blocks held after a failed handoff, no redirect, or no answer to its offer: freed",
         ),
         row(
             "reserve",
@@ -101,14 +109,14 @@ impl Timers {
 
     /// How long a finished key is remembered: longer than all timers one after the other.
     pub fn tombstone(&self) -> Duration {
-        let Self { answer, delivery, abort, reserve, grant, progress, writer, park } = *self;
-        answer + delivery + abort + reserve + grant + progress + writer + park + Duration::from_secs(1)
+        let Self { answer, delivery, abort, hold, reserve, grant, progress, writer, park } = *self;
+        answer + delivery + abort + hold + reserve + grant + progress + writer + park + Duration::from_secs(1)
     }
 
     /// The value of each row of [`Timers::TABLE`], in its order.
-    pub fn values(&self) -> [Duration; 8] {
-        let Self { answer, delivery, abort, reserve, grant, progress, writer, park } = *self;
-        [answer, delivery, abort, reserve, grant, progress, writer, park]
+    pub fn values(&self) -> [Duration; 9] {
+        let Self { answer, delivery, abort, hold, reserve, grant, progress, writer, park } = *self;
+        [answer, delivery, abort, hold, reserve, grant, progress, writer, park]
     }
 }
 
@@ -118,9 +126,9 @@ const fn row(name: &'static str, owner: TimerOwner, default_ms: u64, meaning: &'
 
 impl Default for Timers {
     fn default() -> Self {
-        let [answer, delivery, abort, reserve, grant, progress, writer, park] =
+        let [answer, delivery, abort, hold, reserve, grant, progress, writer, park] =
             Self::TABLE.map(|row| row.default);
-        Self { answer, delivery, abort, reserve, grant, progress, writer, park }
+        Self { answer, delivery, abort, hold, reserve, grant, progress, writer, park }
     }
 }
 

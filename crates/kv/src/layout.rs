@@ -90,6 +90,12 @@ impl KvLayout {
         num_tokens.div_ceil(self.block_size)
     }
 
+    /// Everything besides tokens that the content of a block depends on, for [`BlockHash::root`](crate::BlockHash::root). The
+    /// digest's length is fixed and types have no zero byte in their names, so different layouts never give the same salt.
+    pub fn cache_salt(&self) -> Vec<u8> {
+        [&self.model_digest[..], self.dtype.name().as_bytes(), &[0], self.numerics_id.as_bytes()].concat()
+    }
+
     /// Whether KV of `other` can be used here byte for byte.
     ///
     /// # Errors
@@ -172,5 +178,24 @@ mod tests {
         digest[31] = 8;
         let error = ours.check(&KvLayout { model_digest: digest, ..smollm() }).unwrap_err();
         assert_eq!(error.field, "model_digest");
+    }
+
+    #[test]
+    fn a_salt_tells_apart_whatever_kv_depends_on() {
+        let layout = |digest, dtype, numerics: &str| KvLayout {
+            model_digest: [digest; 32],
+            dtype,
+            numerics_id: numerics.into(),
+            ..smollm()
+        };
+        let salts = [
+            layout(1, KvDtype::F16, "a").cache_salt(),
+            layout(2, KvDtype::F16, "a").cache_salt(),
+            layout(1, KvDtype::F32, "a").cache_salt(),
+            layout(1, KvDtype::F16, "b").cache_salt(),
+        ];
+        let different: std::collections::HashSet<_> = salts.iter().collect();
+        assert_eq!(different.len(), salts.len());
+        assert_eq!(salts[0], layout(1, KvDtype::F16, "a").cache_salt());
     }
 }

@@ -28,15 +28,16 @@ impl Drop for Pins {
     }
 }
 
-/// The right to read blocks that are complete: a sender's view of a sequence.
+/// The right to read blocks that are complete: a sender's view of a sequence. Clones are one lease, which ends with the last of them.
+#[derive(Clone)]
 pub struct ReadLease {
-    pins: Pins,
+    pins: Arc<Pins>,
 }
 
 impl ReadLease {
     /// Pins blocks that the caller holds, in the order of the sequence's block table.
     pub(crate) fn new(pool: Option<&Arc<Shared>>, ids: &[u32]) -> Self {
-        Self { pins: Pins::new(pool, ids) }
+        Self { pins: Arc::new(Pins::new(pool, ids)) }
     }
 
     /// Arena index of the lease's `nth` block.

@@ -16,7 +16,7 @@ pub use layout::{KvDtype, KvLayout, LayoutMismatch};
 pub use lease::{Fence, ReadLease, WriteLease};
 pub use memory::{BlockMemory, BlockSlice, MemoryError};
 pub use pool::{BlockPool, FreeHook, PoolCounts};
-pub use prefix::{BlockHash, Inserted, PrefixCache};
+pub use prefix::{BlockHash, CacheChanges, Inserted, PrefixCache};
 pub use table::{BlockTable, Replacement};
 
 #[cfg(test)]

@@ -135,6 +135,13 @@ impl Shared {
         slot.holders == 1 && slot.pins == 0 && !slot.cached
     }
 
+    /// Whether one of these blocks, all of them the caller's, has no other holder: it would become allocatable once the caller
+    /// and the leases are gone.
+    pub(crate) fn any_sole_holder(&self, ids: &[u32]) -> bool {
+        let state = self.state();
+        ids.iter().any(|&id| state.slots[id as usize].holders == 1)
+    }
+
     /// The prefix cache takes note of a block that somebody holds.
     pub(crate) fn set_cached(&self, id: u32) {
         self.state().slots[id as usize].cached = true;
@@ -179,7 +186,7 @@ impl BlockPool {
                     slots: vec![Slot::default(); total as usize],
                     held: 0,
                     cached: 0,
-                    idle: Vec::new(),
+                    idle: Vec::with_capacity(total as usize),
                 }),
                 on_free: OnceLock::new(),
             }),
@@ -202,6 +209,16 @@ impl BlockPool {
         state.held += ids.len();
         drop(state);
         Some(ids.into_iter().map(|id| Block(Handle { id, shared: Arc::clone(&self.shared) })).collect())
+    }
+
+    /// One block, writable. Takes no memory of its own.
+    pub fn allocate_one(&self) -> Option<Block> {
+        let mut state = self.shared.state();
+        let id = state.free.pop()?;
+        state.slots[id as usize].holders = 1;
+        state.held += 1;
+        drop(state);
+        Some(Block(Handle { id, shared: Arc::clone(&self.shared) }))
     }
 
     /// Blocks by state, at one instant.

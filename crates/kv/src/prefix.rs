@@ -5,7 +5,7 @@
 //! A sequence that uses a block uses all blocks before it, so an idle block's descendants are idle too, and
 //! evicting idle leaves, least recently used first, can reach every idle block.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
@@ -51,6 +51,43 @@ pub enum Inserted {
     Orphan,
 }
 
+/// What a prefix cache learned and forgot since it was asked last, for a reader elsewhere that keeps an index of it. A hash that came
+/// and went meanwhile is in neither list; both are sorted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CacheChanges {
+    /// Blocks known now that were not.
+    pub stored: Vec<BlockHash>,
+    /// Blocks evicted.
+    pub removed: Vec<BlockHash>,
+    /// More happened than is kept: the lists say nothing, take a snapshot ([`PrefixCache::known`]).
+    pub overflowed: bool,
+}
+
+/// Changes kept for a reader, at most.
+const MAX_PENDING: usize = 65_536;
+
+/// Changes since a reader asked last: true for stored, false for removed.
+#[derive(Default)]
+struct Pending {
+    changes: BTreeMap<BlockHash, bool>,
+    overflowed: bool,
+}
+
+impl Pending {
+    fn note(&mut self, hash: BlockHash, stored: bool) {
+        // A change and its reverse leave nothing to tell.
+        if self.overflowed || self.changes.remove(&hash).is_some() {
+            return;
+        }
+        if self.changes.len() >= MAX_PENDING {
+            self.changes.clear();
+            self.overflowed = true;
+            return;
+        }
+        self.changes.insert(hash, stored);
+    }
+}
+
 const NONE: u32 = u32::MAX;
 
 #[derive(Clone, Copy)]
@@ -60,6 +97,8 @@ struct Node {
     parent: u32,
     num_children: u32,
     block: u32,
+    /// When it was last looked up or inserted, in calls.
+    used: u64,
     /// Neighbours in the list of idle leaves, older and newer; meaningful while `listed`.
     older: u32,
     newer: u32,
@@ -78,21 +117,56 @@ pub struct PrefixCache {
     oldest: u32,
     newest: u32,
     idle: Vec<u32>,
+    /// Lookups and insertions so far.
+    now: u64,
+    /// `None`: nobody reads.
+    pending: Option<Pending>,
 }
 
 impl PrefixCache {
     /// An empty cache over a pool. `salt` names everything besides tokens that KV depends on: model digest and numerics id.
     pub fn new(pool: &BlockPool, salt: &[u8]) -> Self {
+        // Memory for the case that every block is known: steps then allocate none.
+        let total = pool.counts().total;
         Self {
-            by_block: vec![NONE; pool.counts().total],
+            by_block: vec![NONE; total],
             pool: Arc::clone(pool.shared()),
             root: BlockHash::root(salt),
-            nodes: Vec::new(),
-            unused: Vec::new(),
-            by_hash: HashMap::new(),
+            nodes: Vec::with_capacity(total),
+            unused: Vec::with_capacity(total),
+            by_hash: HashMap::with_capacity(total),
             oldest: NONE,
             newest: NONE,
-            idle: Vec::new(),
+            idle: Vec::with_capacity(total),
+            now: 0,
+            pending: None,
+        }
+    }
+
+    /// Whether changes are collected for [`PrefixCache::drain_changes`]. A reader takes a snapshot after turning this on.
+    pub fn set_report(&mut self, on: bool) {
+        self.pending = on.then(|| self.pending.take().unwrap_or_default());
+    }
+
+    /// Appends what changed since the last call to `into`.
+    pub fn drain_changes(&mut self, into: &mut CacheChanges) {
+        let Some(pending) = self.pending.as_mut().map(std::mem::take) else { return };
+        into.overflowed |= pending.overflowed;
+        for (hash, stored) in pending.changes {
+            if stored { &mut into.stored } else { &mut into.removed }.push(hash);
+        }
+    }
+
+    /// Hashes of all blocks known, sorted: the snapshot that [`CacheChanges`] continue.
+    pub fn known(&self) -> Vec<BlockHash> {
+        let mut known: Vec<_> = self.by_hash.keys().copied().collect();
+        known.sort_unstable();
+        known
+    }
+
+    fn note(&mut self, hash: BlockHash, stored: bool) {
+        if let Some(pending) = &mut self.pending {
+            pending.note(hash, stored);
         }
     }
 
@@ -124,36 +198,43 @@ impl PrefixCache {
     /// The longest run of known blocks from the first hash on, in order, held for the caller.
     pub fn lookup(&mut self, hashes: &[BlockHash]) -> Vec<SharedBlock> {
         self.settle();
-        let mut blocks = Vec::new();
+        self.now += 1;
+        let mut blocks = Vec::with_capacity(self.peek(hashes));
         for hash in hashes {
             let Some(&node) = self.by_hash.get(hash) else { break };
             self.unlist(node);
+            self.nodes[node as usize].used = self.now;
             blocks.push(SharedBlock::of_cached(self.nodes[node as usize].block, &self.pool));
         }
         blocks
     }
 
-    /// How many blocks [`PrefixCache::lookup`] would find; touches nothing.
+    /// How many blocks [`PrefixCache::lookup`] would find; touches nothing. Logarithmic: a known block's ancestors are known.
     pub fn peek(&self, hashes: &[BlockHash]) -> usize {
-        hashes.iter().take_while(|hash| self.by_hash.contains_key(hash)).count()
+        let is_known = |hash: &BlockHash| self.by_hash.contains_key(hash);
+        // Most waiting prompts share nothing: one look instead of a search.
+        if hashes.first().is_some_and(is_known) { hashes.partition_point(is_known) } else { 0 }
     }
 
     /// Of the run that [`PrefixCache::lookup`] would find: its blocks, and how many of them nobody uses now, so that they stop being
-    /// evictable once looked up. Touches nothing.
+    /// evictable once looked up. Touches nothing. Logarithmic: an idle block's descendants are idle.
     pub fn peek_idle(&self, hashes: &[BlockHash]) -> (usize, usize) {
-        let known = hashes.iter().map_while(|hash| self.by_hash.get(hash));
-        known.fold((0, 0), |(hits, idle), &node| {
-            let is_idle = self.pool.is_idle(self.nodes[node as usize].block);
-            (hits + 1, idle + usize::from(is_idle))
-        })
+        let num_hits = self.peek(hashes);
+        let in_use = |hash: &BlockHash| {
+            let node = self.by_hash.get(hash);
+            node.is_some_and(|&node| !self.pool.is_idle(self.nodes[node as usize].block))
+        };
+        (num_hits, num_hits - hashes[..num_hits].partition_point(in_use))
     }
 
     /// Takes note of a full block that the caller holds: `hash` is its hash, `parent` that of the block before it. Of the blocks before it the
     /// caller must hold the ones that the cache knows.
     pub fn insert(&mut self, parent: BlockHash, hash: BlockHash, block: &SharedBlock) -> Inserted {
         self.settle();
+        self.now += 1;
         if let Some(&node) = self.by_hash.get(&hash) {
             self.unlist(node);
+            self.nodes[node as usize].used = self.now;
             return Inserted::Existing(SharedBlock::of_cached(self.nodes[node as usize].block, &self.pool));
         }
         let parent = match self.by_hash.get(&parent) {
@@ -166,6 +247,7 @@ impl PrefixCache {
             parent,
             num_children: 0,
             block: block.id(),
+            used: self.now,
             older: NONE,
             newer: NONE,
             listed: false,
@@ -182,6 +264,7 @@ impl PrefixCache {
         self.by_hash.insert(hash, index);
         self.by_block[block.id() as usize] = index;
         self.pool.set_cached(block.id());
+        self.note(hash, true);
         Inserted::New
     }
 
@@ -200,16 +283,28 @@ impl PrefixCache {
             self.by_hash.remove(&node.hash);
             self.by_block[node.block as usize] = NONE;
             self.unused.push(index);
+            self.note(node.hash, false);
             num_evicted += 1;
             if node.parent != NONE {
-                let parent = &mut self.nodes[node.parent as usize];
-                parent.num_children -= 1;
-                if parent.num_children == 0 && self.pool.is_idle(parent.block) {
-                    self.list(node.parent);
-                }
+                self.child_evicted(node.parent, node.used);
             }
         }
         num_evicted
+    }
+
+    /// A block may have become a leaf. Unless it was used after its child, the child's turn is its turn: it goes next.
+    fn child_evicted(&mut self, index: u32, child_used: u64) {
+        let parent = &mut self.nodes[index as usize];
+        parent.num_children -= 1;
+        let (used, block) = (parent.used, parent.block);
+        if parent.num_children > 0 || !self.pool.is_idle(block) {
+            return;
+        }
+        if used > child_used {
+            self.list(index);
+        } else {
+            self.list_oldest(index);
+        }
     }
 
     /// Lists the leaves that fell idle since the last call. A chain falls idle from its first block on, so its
@@ -236,6 +331,18 @@ impl PrefixCache {
             _ => self.nodes[newest as usize].newer = index,
         }
         self.newest = index;
+    }
+
+    fn list_oldest(&mut self, index: u32) {
+        self.unlist(index);
+        let oldest = self.oldest;
+        let node = &mut self.nodes[index as usize];
+        (node.older, node.newer, node.listed) = (NONE, oldest, true);
+        match oldest {
+            NONE => self.newest = index,
+            _ => self.nodes[oldest as usize].older = index,
+        }
+        self.oldest = index;
     }
 
     fn unlist(&mut self, index: u32) {

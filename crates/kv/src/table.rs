@@ -42,6 +42,18 @@ impl BlockTable {
         Self::default()
     }
 
+    /// Takes the memory for `additional` more blocks, so that appending them allocates nothing.
+    pub fn reserve(&mut self, additional: usize) {
+        self.entries.reserve(additional);
+        self.ids.reserve(additional);
+    }
+
+    /// Appends one writable block.
+    pub fn push(&mut self, block: Block) {
+        self.ids.push(block.id());
+        self.entries.push(Entry::Owned(block));
+    }
+
     /// Appends writable blocks.
     pub fn extend(&mut self, blocks: Vec<Block>) {
         self.ids.extend(blocks.iter().map(Block::id));
@@ -74,12 +86,30 @@ impl BlockTable {
         self.entries.iter().filter(|entry| matches!(entry, Entry::Owned(_))).count()
     }
 
-    /// A second table over the same blocks, which are read-only in both from here on.
-    pub fn fork(&mut self) -> Self {
-        let shared: Vec<SharedBlock> = (0..self.len()).filter_map(|nth| self.share(nth)).collect();
+    /// Whether giving up this table would free a block, once leases are gone too: it is the only holder of one.
+    pub fn frees_any(&self) -> bool {
+        self.pool().is_some_and(|pool| pool.any_sole_holder(&self.ids))
+    }
+
+    /// A second table over the same blocks, which are read-only in both from here on, with memory for
+    /// `additional` more.
+    pub fn fork(&mut self, additional: usize) -> Self {
         let mut other = Self::new();
-        other.extend_shared(shared);
+        other.reserve(self.len() + additional);
+        for nth in 0..self.len() {
+            let Some(block) = self.share(nth) else { break };
+            other.ids.push(block.id());
+            other.entries.push(Entry::Shared(block));
+        }
         other
+    }
+
+    /// Of what this table would free, keeps the block with index `id`, by a handle of its own; `None` when the table has no such
+    /// block or another holder keeps it anyway.
+    pub fn keep(&mut self, id: u32) -> Option<SharedBlock> {
+        let nth = self.ids.iter().rposition(|&other| other == id)?;
+        let last = self.pool()?.any_sole_holder(&[id]);
+        last.then(|| self.share(nth)).flatten()
     }
 
     /// Makes the `nth` block read-only and returns a second handle to it; `None` beyond the table.

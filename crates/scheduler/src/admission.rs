@@ -1,91 +1,192 @@
 //! Who may take blocks now. One formula, from the design:
 //!
-//! * feasible: `blocks(min(prompt + max_tokens, context)) <= total`;
-//! * admit: need of the prompt + estimated growth of all running and receiving sequences
-//!   `<= free - one block per running sequence`.
+//! * feasible: the blocks of `min(prompt + max_tokens, context)` tokens `<= total`, where a group shares the full blocks of its prompt
+//!   and has the rest n times;
+//! * admit: need of the prompt + estimated growth of all sequences with blocks `<= free + cached - one block per running sequence`. A
+//!   group's need includes its other sequences' copies of the partly filled block and their growth.
 //!
-//! The estimated growth of one sequence is `min(tokens left, 4096, rho * q90)`, where q90 is the 0.9 quantile of observed outputs
-//! and rho decays from 0.7 to 0.1 over 600 steps without preemption and jumps back on one.
+//! The line is served by rank. When its head does not fit, some behind it may pass, boundedly.
 
-const RHO_MAX: f64 = 0.7;
-const RHO_MIN: f64 = 0.1;
-const RHO_STEPS: f64 = 600.0;
-const GROWTH_CAP: usize = 4096;
-const OUTPUT_GUESS: usize = 256;
-const WINDOW: usize = 128;
+use crate::Time;
+use crate::config::Refusal;
+use crate::event::Event;
+use crate::plan::SequenceId;
+use crate::scheduler::Scheduler;
+use crate::sequence::{NewSequence, Origin, Sequence, Stage, Wait};
 
-/// Running estimate of how much live sequences will still grow.
-#[derive(Debug)]
-pub(crate) struct Growth {
-    rho: f64,
-    outputs: Vec<usize>,
-    next: usize,
-    q90: usize,
+/// Sequences that may pass one blocked head; so many behind it are looked at.
+const MAX_PASSED: u32 = 16;
+/// How long a blocked head may be passed.
+const PASS_TIME: Time = Time::from_secs(2);
+/// Who comes back from preemption leaves one block in this many free, and makes so many tokens before it may have to go again.
+const WATERMARK: usize = 10;
+const KEPT_TOKENS: usize = 64;
+
+/// What all sequences with blocks hold and are expected to take.
+#[derive(Clone, Copy, Debug, Default)]
+struct Load {
+    sequences: usize,
+    /// Of them running, now or when their prompt is done.
+    running: usize,
+    /// Blocks.
+    growth: usize,
+    /// Blocks that receive KV.
+    receiving: usize,
 }
 
-impl Growth {
-    pub(crate) fn new() -> Self {
-        Self { rho: RHO_MAX, outputs: Vec::with_capacity(WINDOW), next: 0, q90: OUTPUT_GUESS }
+impl Scheduler {
+    /// Largest number of tokens (prompt and output) of one sequence that can ever be accepted.
+    pub fn max_tokens(&self) -> usize {
+        (self.pool.counts().total * self.config.block_size).min(self.config.context)
     }
 
-    /// A step ended without preemption.
-    pub(crate) fn step(&mut self) {
-        self.rho = (self.rho - (RHO_MAX - RHO_MIN) / RHO_STEPS).max(RHO_MIN);
+    pub(crate) fn check_feasible(&self, new: &NewSequence) -> Result<(), Refusal> {
+        let (prompt, block_size) = (new.prompt.len(), self.config.block_size);
+        let num_sequences = 1 + new.siblings.len();
+        // At least one token must be generated, and it needs a position in the context.
+        let least = prompt + 1;
+        if least > self.config.context {
+            return Err(Refusal::TooLarge { needed_tokens: least, max_tokens: self.max_tokens() });
+        }
+        let total = self.pool.counts().total;
+        let (needed_tokens, max_blocks) = match new.origin {
+            Origin::Prefill => (prompt, total),
+            Origin::Local | Origin::Remote => {
+                let shared = (prompt / block_size).min(total);
+                let needed = (prompt + new.max_new_tokens as usize).min(self.config.context);
+                (needed, shared + (total - shared) / num_sequences)
+            }
+        };
+        if needed_tokens.div_ceil(block_size) > max_blocks {
+            let max_tokens = (max_blocks * block_size).min(self.config.context);
+            return Err(Refusal::TooLarge { needed_tokens, max_tokens });
+        }
+        // All of a group wait together, and run together where they run.
+        let max_num_seqs = match new.origin {
+            Origin::Prefill => self.config.max_queue,
+            Origin::Local | Origin::Remote => self.config.max_queue.min(self.config.max_num_seqs),
+        };
+        if num_sequences > max_num_seqs {
+            return Err(Refusal::TooMany { num_sequences, max_num_seqs });
+        }
+        Ok(())
     }
 
-    /// A sequence was preempted: the estimate was too low.
-    pub(crate) fn preempted(&mut self) {
-        self.rho = RHO_MAX;
+    /// Admits from the line while the formula allows: reserves blocks for remote sequences, opens local ones.
+    pub(crate) fn admit(&mut self) {
+        let Some(front) = self.line.front() else { return };
+        if self.sequences[front].origin == Origin::Prefill {
+            return;
+        }
+        let mut load = self.load();
+        let mut nth = 0;
+        while let Some(&id) = self.line.get(nth) {
+            if self.admit_one(id, &mut load) {
+                self.line.remove(nth);
+                if nth > 0 {
+                    self.head_passed();
+                }
+            } else {
+                nth += 1;
+            }
+            if nth > 0 && (nth > MAX_PASSED as usize || !self.may_pass_head()) {
+                return;
+            }
+        }
     }
 
-    /// A sequence ended after generating this many tokens.
-    pub(crate) fn observe(&mut self, num_tokens: usize) {
-        if self.outputs.len() < WINDOW {
-            self.outputs.push(num_tokens);
+    /// Whether others may still pass the head of the line, which is blocked.
+    fn may_pass_head(&mut self) -> bool {
+        let now = self.now;
+        let Some(head) = self.line.front().and_then(|id| self.sequences.get_mut(id)) else { return false };
+        let since = *head.head_since.get_or_insert(now);
+        head.num_passed < MAX_PASSED && now.saturating_sub(since) < PASS_TIME
+    }
+
+    fn head_passed(&mut self) {
+        if let Some(head) = self.line.front().and_then(|id| self.sequences.get_mut(id)) {
+            head.num_passed += 1;
+        }
+    }
+
+    fn load(&self) -> Load {
+        let mut load = Load::default();
+        for sequence in self.sequences.values() {
+            match &sequence.stage {
+                Stage::Waiting(_) => continue,
+                Stage::Receiving { table } => load.receiving += table.len(),
+                Stage::Running { .. } | Stage::Prefilling { .. } => load.running += sequence.num_sequences(),
+                Stage::Held { .. } => {}
+            }
+            load.sequences += sequence.num_sequences();
+            load.growth += sequence.num_sequences() * self.growth_blocks(sequence);
+        }
+        load
+    }
+
+    /// Blocks by which each of a group's sequences is expected to grow.
+    fn growth_blocks(&self, sequence: &Sequence) -> usize {
+        self.growth.of(sequence.tokens_left()).div_ceil(self.config.block_size)
+    }
+
+    /// Admits one sequence if the formula allows, and adds it to `load`.
+    fn admit_one(&mut self, id: SequenceId, load: &mut Load) -> bool {
+        let sequence = &self.sequences[&id];
+        let remote = matches!(sequence.stage, Stage::Waiting(Wait::Reserving));
+        let num = sequence.num_sequences();
+        let growth = self.growth_blocks(sequence);
+        let copies = usize::from(!sequence.tokens.len().is_multiple_of(self.config.block_size));
+        let counts = self.pool.counts();
+        let available = counts.free + counts.cached;
+        // Alone, whatever is feasible is admitted: nothing else could grow.
+        let alone = load.sequences == 0;
+        let kept = if alone { 0 } else { load.growth + load.running + (num - 1) * (growth + copies) };
+        // Before the prompt is looked up, which costs more.
+        if (!alone && load.sequences + num > self.config.max_num_seqs) || kept > available {
+            return false;
+        }
+        let low = if alone || !sequence.preempted { 0 } else { counts.total.div_ceil(WATERMARK) };
+        let found = self.find_blocks(id);
+        let need = found.need();
+        let share = (self.config.max_receiving_share * counts.total as f32) as usize;
+        let beyond_share = remote && load.receiving > 0 && load.receiving + need > share;
+        if beyond_share || need + kept.max(low) > available {
+            return false;
+        }
+        let Some(table) = self.take_blocks(id, &found) else { return false };
+        load.sequences += num;
+        load.growth += num * growth;
+        if remote {
+            load.receiving += table.len();
         } else {
-            self.outputs[self.next] = num_tokens;
+            load.running += num;
         }
-        self.next = (self.next + 1) % WINDOW;
-        let mut sorted = self.outputs.clone();
-        sorted.sort_unstable();
-        self.q90 = sorted[(sorted.len() * 9 / 10).min(sorted.len() - 1)];
+        self.place(id, table, remote);
+        true
     }
 
-    /// Tokens that a sequence with `tokens_left` is expected to add.
-    pub(crate) fn of(&self, tokens_left: usize) -> usize {
-        tokens_left.min(GROWTH_CAP).min((self.rho * self.q90 as f64).ceil() as usize)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rho_decays_over_600_steps_and_jumps_back() {
-        let mut growth = Growth::new();
-        assert_eq!(growth.of(10_000), 180); // ceil(0.7 * 256)
-        for _ in 0..600 {
-            growth.step();
+    fn place(&mut self, id: SequenceId, mut table: baton_kv::BlockTable, remote: bool) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let skip_tokens = sequence.num_hits * self.config.block_size;
+        let to_come = sequence.reserved_tokens();
+        let num_blocks = to_come.div_ceil(self.config.block_size) + 1;
+        table.reserve(num_blocks);
+        sequence.tokens.reserve(to_come);
+        if sequence.use_cache {
+            sequence.hashes.reserve(num_blocks);
         }
-        assert_eq!(growth.of(10_000), 26); // ceil(0.1 * 256)
-        growth.step();
-        assert_eq!(growth.of(10_000), 26);
-        growth.preempted();
-        assert_eq!(growth.of(10_000), 180);
-        assert_eq!(growth.of(3), 3);
-    }
-
-    #[test]
-    fn q90_follows_observed_outputs_in_a_window() {
-        let mut growth = Growth::new();
-        for n in 1..=10 {
-            growth.observe(n * 10);
+        (sequence.head_since, sequence.num_passed) = (None, 0);
+        if std::mem::take(&mut sequence.preempted) {
+            sequence.kept_until = sequence.tokens.len() + KEPT_TOKENS;
         }
-        assert_eq!(growth.of(10_000), 70); // 0.7 * 100
-        for _ in 0..WINDOW {
-            growth.observe(20);
+        if remote {
+            // What was allocated beyond the hits is all owned.
+            let Some(lease) = table.write_lease(sequence.num_hits) else { return };
+            self.events.push(Event::Reserved { id, lease, skip_tokens });
+            sequence.stage = Stage::Receiving { table };
+        } else {
+            sequence.stage = Stage::Prefilling { table, computed: skip_tokens };
         }
-        assert_eq!(growth.of(10_000), 14);
+        self.activate(id);
     }
 }

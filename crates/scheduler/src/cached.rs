@@ -1,40 +1,67 @@
 //! Sequences and the prefix cache: what is found there, and what is added.
 
-use baton_kv::{BlockTable, Inserted, Replacement};
+use baton_kv::{BlockHash, BlockTable, CacheChanges, Inserted, Replacement};
 
 use crate::plan::SequenceId;
 use crate::scheduler::Scheduler;
+use crate::sequence::Sequence;
+
+/// What giving a sequence blocks for all its tokens takes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Found {
+    /// Leading blocks that the prefix cache has.
+    pub(crate) num_hits: usize,
+    /// Those of them that nobody uses, so that they stop being evictable.
+    pub(crate) num_idle: usize,
+    /// Blocks to allocate.
+    pub(crate) num_new: usize,
+}
+
+impl Found {
+    /// Blocks that stop being available.
+    pub(crate) const fn need(&self) -> usize {
+        self.num_new + self.num_idle
+    }
+}
 
 impl Scheduler {
-    /// A table for all tokens of a waiting sequence: cached blocks first, then allocated ones, evicting where needed. Also says
-    /// how many are cached. `may` decides by the number of blocks that stop being available: those to allocate, and
-    /// cached ones that nobody uses yet. `None` when it says no, or when there is no room; nothing was touched then.
-    pub(crate) fn take_blocks(
-        &mut self,
-        id: SequenceId,
-        may: impl Fn(&Self, usize) -> bool,
-    ) -> Option<(BlockTable, usize)> {
-        let sequence = self.sequences.get(&id)?;
-        let num_tokens = sequence.tokens.len();
-        // The last token's logits are needed, here or at the source: its block is never taken from the cache.
-        let usable = (num_tokens - 1) / self.config.block_size;
-        let hashes = &sequence.hashes[..usable.min(sequence.hashes.len())];
-        // Holding hits and giving them back would wake the shell, which would plan again, and so on for as long as the sequence waits.
-        let (num_hits, num_idle) = self.cache.as_ref().map_or((0, 0), |cache| cache.peek_idle(hashes));
-        let need = num_tokens.div_ceil(self.config.block_size) - num_hits;
+    /// Hashes to look up. The last token's logits are needed, here or at the source: its block is never taken from the cache.
+    fn hashes<'a>(&self, sequence: &'a Sequence) -> &'a [BlockHash] {
+        let usable = (sequence.tokens.len() - 1) / self.config.block_size;
+        &sequence.hashes[..usable.min(sequence.hashes.len())]
+    }
+
+    /// Leading blocks that the prefix cache has now.
+    pub(crate) fn num_hits(&self, sequence: &Sequence) -> usize {
+        self.cache.as_ref().map_or(0, |cache| cache.peek(self.hashes(sequence)))
+    }
+
+    /// What [`Scheduler::take_blocks`] would take. Touches nothing: holding hits and giving them back would wake the shell, which would
+    /// plan again, and so on for as long as the sequence waits.
+    pub(crate) fn find_blocks(&self, id: SequenceId) -> Found {
+        let Some(sequence) = self.sequences.get(&id) else { return Found::default() };
+        let (num_hits, num_idle) =
+            self.cache.as_ref().map_or((0, 0), |cache| cache.peek_idle(self.hashes(sequence)));
+        let num_new = sequence.tokens.len().div_ceil(self.config.block_size) - num_hits;
+        Found { num_hits, num_idle, num_new }
+    }
+
+    /// A table for all tokens of a waiting sequence: cached blocks first, then allocated ones, evicting where
+    /// needed. `None` when there is no room; nothing was touched then.
+    pub(crate) fn take_blocks(&mut self, id: SequenceId, found: &Found) -> Option<BlockTable> {
         let counts = self.pool.counts();
-        if need + num_idle > counts.free + counts.cached || !may(self, need + num_idle) {
+        if found.need() > counts.free + counts.cached {
             return None;
         }
+        let hashes = self.hashes(self.sequences.get(&id)?);
         let hits = self.cache.as_mut().map_or_else(Vec::new, |cache| cache.lookup(hashes));
         let mut table = BlockTable::new();
         table.extend_shared(hits);
-        self.make_free(need);
-        table.extend(self.pool.allocate(need)?);
-        if let Some(sequence) = self.sequences.get_mut(&id) {
-            (sequence.num_cached, sequence.num_hits) = (num_hits, num_hits);
-        }
-        Some((table, num_hits))
+        self.make_free(found.num_new);
+        table.extend(self.pool.allocate(found.num_new)?);
+        let sequence = self.sequences.get_mut(&id)?;
+        (sequence.num_cached, sequence.num_hits) = (found.num_hits, found.num_hits);
+        Some(table)
     }
 
     /// Evicts so that `need` blocks are free, as far as idle ones reach.
@@ -77,10 +104,23 @@ impl Scheduler {
         }
     }
 
-    /// Prefill: opens one granted prompt. False when there is no room.
-    pub(crate) fn open(&mut self, id: SequenceId) -> Option<(BlockTable, usize)> {
-        let (table, num_hits) = self.take_blocks(id, |_, _| true)?;
-        self.line.retain(|&other| other != id);
-        Some((table, num_hits))
+    /// Whether changes of the prefix cache are collected for [`Scheduler::drain_cache_changes`]: only while somebody reads. The
+    /// reader takes a snapshot after turning it on. At most 65,536 changes are kept, see [`CacheChanges::overflowed`].
+    pub fn set_report_cache(&mut self, on: bool) {
+        if let Some(cache) = &mut self.cache {
+            cache.set_report(on);
+        }
+    }
+
+    /// Appends what the prefix cache learned and forgot since the last call to `into`.
+    pub fn drain_cache_changes(&mut self, into: &mut CacheChanges) {
+        if let Some(cache) = &mut self.cache {
+            cache.drain_changes(into);
+        }
+    }
+
+    /// Hashes of all blocks that the prefix cache knows: the snapshot that changes continue.
+    pub fn cached_hashes(&self) -> Vec<BlockHash> {
+        self.cache.as_ref().map_or_else(Vec::new, baton_kv::PrefixCache::known)
     }
 }

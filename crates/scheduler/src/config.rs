@@ -1,5 +1,7 @@
 //! A scheduler's bounds, and what it refuses because of them.
 
+use crate::cost::StepCost;
+
 /// Bounds of one scheduler.
 #[derive(Clone, Debug)]
 pub struct SchedulerConfig {
@@ -9,15 +11,15 @@ pub struct SchedulerConfig {
     pub context: usize,
     /// Sequences that hold blocks, at most.
     pub max_num_seqs: usize,
-    /// Sequences that wait, at most.
+    /// Sequences that wait: with so many, no more are accepted.
     pub max_queue: usize,
     /// Tokens of one step, at most: the prefill chunk on a prefill worker.
     pub max_step_tokens: usize,
     /// Prompt tokens of one step while other sequences decode, at most.
     pub local_prefill_tokens: usize,
-    /// Partly prefilled prompts on a prefill worker, at most.
+    /// Prompts that hold blocks and are not computed yet on a prefill worker, at most. One that a step has no tokens for is not opened.
     pub max_open_prompts: usize,
-    /// Prompts offered ahead of being computed, at most.
+    /// Prompts offered ahead of being computed, the most urgent ones; at most twice as many while more urgent ones come.
     pub lookahead: usize,
     /// Share of all blocks that may be receiving KV; one sequence may always.
     pub max_receiving_share: f32,
@@ -25,6 +27,11 @@ pub struct SchedulerConfig {
     pub cache_salt: Option<Vec<u8>>,
     /// A waiting prompt counts as this many tokens shorter per second of waiting, so that none starves.
     pub ageing_tokens_per_s: f64,
+    /// What a step is expected to take; `None`: tokens alone bound it.
+    pub step_cost: Option<StepCost>,
+    /// Expected milliseconds of a step, at most, where prompts decide: a step of decode rows alone takes what it takes, and one
+    /// block of a prompt is computed always.
+    pub max_step_ms: f64,
 }
 
 impl SchedulerConfig {
@@ -43,6 +50,9 @@ impl SchedulerConfig {
             ("max_open_prompts", self.max_open_prompts, 1),
             ("lookahead", self.lookahead, 1),
         ];
+        if self.max_step_ms.is_nan() || self.max_step_ms <= 0.0 {
+            return Err(format!("max_step_ms is {}, more than 0 is needed", self.max_step_ms));
+        }
         match least.iter().find(|(_, value, least)| value < least) {
             Some((name, value, least)) => Err(format!("{name} is {value}, at least {least} is needed")),
             None => Ok(()),
@@ -60,6 +70,14 @@ pub enum Refusal {
         needed_tokens: usize,
         /// The largest number that fits.
         max_tokens: usize,
+    },
+    /// Its group can never wait or run here together.
+    #[error("{num_sequences} sequences of one prompt, at most {max_num_seqs} can run")]
+    TooMany {
+        /// Sequences of the group.
+        num_sequences: usize,
+        /// Sequences that can be here at once, at most.
+        max_num_seqs: usize,
     },
     /// Later, or elsewhere.
     #[error("the queue of {max_queue} is full")]

@@ -9,7 +9,7 @@ use crate::plan::StepPlan;
 pub enum Flow {
     /// Compute the next layer.
     Continue,
-    /// Leave the step now; nothing of it counts, its KV is written again when the tokens are planned again.
+    /// Leave the step now; nothing of it counts but its block copies, its KV is written again when the tokens are planned again.
     Stop,
 }
 
@@ -18,6 +18,8 @@ pub enum Flow {
 pub struct Sampled {
     /// Index into [`StepPlan::rows`].
     pub row: u32,
+    /// Index into [`StepPlan::samplings`].
+    pub sampling: u32,
     /// Token id.
     pub token: u32,
     /// Natural logarithm of its probability, before temperature and truncation.
@@ -27,7 +29,8 @@ pub struct Sampled {
 /// What a step produced.
 #[derive(Clone, Debug, Default)]
 pub struct StepOutput {
-    /// One entry for each row that wanted its last token sampled, in row order. Cleared by the engine first.
+    /// One entry for each of [`StepPlan::samplings`]: in row order, within a row in the order of its samplings. Cleared
+    /// by the engine first.
     pub sampled: Vec<Sampled>,
     /// The step was left early because `on_layer` said [`Flow::Stop`].
     pub stopped: bool,
@@ -61,7 +64,7 @@ pub trait Engine: Send {
     /// Size of the vocabulary.
     fn vocab_size(&self) -> usize;
 
-    /// Computes one step: performs `plan.copies`, embeds all tokens, writes their K and V into their blocks, attends
+    /// Computes one step: performs `plan.copies` before anything else, embeds all tokens, writes their K and V into their blocks, attends
     /// over them, and samples where asked. `on_layer(layer)` is called on the calling thread after each layer,
     /// once that layer's K and V of this step are complete in block memory.
     ///

@@ -29,9 +29,11 @@ pub enum Event {
         /// From the sequence's first token.
         num_tokens: usize,
     },
-    /// A token was sampled. With `finish`, the sequence is over and its blocks are back.
+    /// A token was sampled. With `finish`, the sequence is over and no block is held for it any more. A prefill worker tells the first
+    /// tokens of all sequences of a group at once, the head's first; unless all are over, it holds the group's blocks under the
+    /// head's id.
     Token {
-        /// The sequence.
+        /// The sequence, by its own id.
         id: SequenceId,
         /// Token id.
         token: u32,
@@ -51,21 +53,23 @@ pub enum Event {
         /// Leading tokens whose KV is here already; a multiple of the block size.
         skip_tokens: usize,
     },
-    /// The sequence is running: committed, or its prompt computed.
+    /// The sequence is running: committed, or its prompt computed. Once a group.
     Started {
-        /// The sequence.
+        /// The sequence; of a group the head, even if its first token ended it.
         id: SequenceId,
         /// Leading prompt tokens whose KV the prefix cache had: neither computed nor transferred.
         cached_tokens: usize,
     },
-    /// The sequence gave up its blocks to older ones and waits to be computed again.
+    /// The sequence gave up its blocks to older ones. Once for each sequence of a group that had no token yet, the head first.
     Preempted {
         /// The sequence.
         id: SequenceId,
+        /// It has left and is to be resumed elsewhere; otherwise it waits here to be computed again.
+        gone: bool,
     },
 }
 
-/// Sequences by stage.
+/// Sequences by stage; a group counts as its sequences, on a prefill worker as one once it is held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StageCounts {
     /// Without blocks.

@@ -5,18 +5,22 @@
 
 mod admission;
 mod cached;
+mod check;
 mod config;
+mod cost;
 mod engine;
 mod event;
+mod fork;
+mod growth;
 mod plan;
+mod preempt;
+mod prompts;
 mod scheduler;
 mod sequence;
 mod step;
 
-#[cfg(test)]
-mod tests;
-
 pub use config::{Refusal, SchedulerConfig};
+pub use cost::StepCost;
 pub use engine::{Engine, EngineError, Flow, Sampled, StepOutput};
 pub use event::{Event, StageCounts};
 pub use plan::{BlockCopy, Logits, PlanRow, RowSampling, SamplingParams, SequenceId, StepPlan};

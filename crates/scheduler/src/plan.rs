@@ -38,12 +38,12 @@ pub struct RowSampling {
 }
 
 /// Which logits a row wants.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Logits {
     /// None: a chunk in the middle of a prompt.
     None,
-    /// Of its last token, to sample from.
-    Last(RowSampling),
+    /// Of its last token, to sample from once for each of these entries of [`StepPlan::samplings`]; at least one.
+    Sample(Range<usize>),
     /// Of every token, copied to [`crate::StepOutput::logits`]; nothing is sampled.
     All,
 }
@@ -81,8 +81,10 @@ pub struct StepPlan {
     pub tokens: Vec<u32>,
     /// Block tables of all rows, one after the other.
     pub blocks: Vec<u32>,
-    /// Block copies to perform first.
+    /// Block copies to perform first, in this order; rows may write the blocks copied from.
     pub copies: Vec<BlockCopy>,
+    /// How tokens are drawn, in row order.
+    pub samplings: Vec<RowSampling>,
 }
 
 impl StepPlan {
@@ -92,6 +94,7 @@ impl StepPlan {
         self.tokens.clear();
         self.blocks.clear();
         self.copies.clear();
+        self.samplings.clear();
     }
 
     /// Whether there is nothing to compute.
@@ -99,8 +102,34 @@ impl StepPlan {
         self.rows.is_empty()
     }
 
-    /// Appends a row; `tokens` are its new tokens and `blocks` its whole block table.
-    pub fn push(&mut self, id: SequenceId, position: usize, tokens: &[u32], blocks: &[u32], logits: Logits) {
+    /// Appends a row; `tokens` are its new tokens and `blocks` its whole block table. One token is drawn for each of
+    /// `samplings`; with none, no logits are wanted.
+    pub fn push(
+        &mut self,
+        id: SequenceId,
+        position: usize,
+        tokens: &[u32],
+        blocks: &[u32],
+        samplings: &[RowSampling],
+    ) {
+        let first = self.samplings.len();
+        self.samplings.extend_from_slice(samplings);
+        let wanted = first..self.samplings.len();
+        self.add(
+            id,
+            position,
+            tokens,
+            blocks,
+            if wanted.is_empty() { Logits::None } else { Logits::Sample(wanted) },
+        );
+    }
+
+    /// Appends a row as [`StepPlan::push`] does; all its logits are wanted and nothing is drawn.
+    pub fn push_all_logits(&mut self, id: SequenceId, position: usize, tokens: &[u32], blocks: &[u32]) {
+        self.add(id, position, tokens, blocks, Logits::All);
+    }
+
+    fn add(&mut self, id: SequenceId, position: usize, tokens: &[u32], blocks: &[u32], logits: Logits) {
         let (t, b) = (self.tokens.len(), self.blocks.len());
         self.tokens.extend_from_slice(tokens);
         self.blocks.extend_from_slice(blocks);

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::time::Duration;
 
 use baton_kv::{BlockHash, BlockTable};
 
@@ -20,18 +21,20 @@ pub enum Origin {
     Remote,
 }
 
-/// What the shell hands in.
+/// What the shell hands in: one sequence, or a group that shares its prompt.
 #[derive(Clone, Debug)]
 pub struct NewSequence {
-    /// Unique among live sequences.
+    /// Unique among live sequences. Until the prompt is computed, or committed, the whole group goes by it.
     pub id: SequenceId,
+    /// Ids of the group's other sequences, unique too; empty for a sequence alone. From the fork on each goes by its own.
+    pub siblings: Vec<SequenceId>,
     /// Where its KV comes from.
     pub origin: Origin,
     /// Prompt tokens, followed by tokens generated earlier when a stream is resumed.
     pub prompt: Vec<u32>,
     /// How tokens are drawn.
     pub sampling: SamplingParams,
-    /// Which of the request's sequences this is.
+    /// Which of the request's sequences this is; siblings count on from it.
     pub sequence: u32,
     /// How many tokens at the end of `prompt` were generated before.
     pub num_generated: u32,
@@ -41,6 +44,12 @@ pub struct NewSequence {
     pub stop_tokens: Vec<u32>,
     /// Whether its blocks are looked up in, and added to, the prefix cache.
     pub cache: bool,
+    /// Since the request was accepted, wherever that was.
+    pub age: Duration,
+    /// Lower is served earlier: a step of one counts as five seconds of age.
+    pub priority: i32,
+    /// It gave up its blocks somewhere and comes back.
+    pub preempted: bool,
 }
 
 /// Why a sequence is complete.
@@ -59,6 +68,35 @@ pub struct FirstToken {
     pub token: u32,
     /// It already ended the sequence.
     pub finished: bool,
+}
+
+/// Who goes first: the smallest is served first, the largest gives up its blocks first. No two are equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Rank {
+    /// When the request was accepted, on this scheduler's clock, moved by its priority; microseconds.
+    pub(crate) us: i64,
+    /// Order of submission here.
+    pub(crate) order: u64,
+    /// Siblings, by number.
+    pub(crate) sequence: u32,
+}
+
+impl Rank {
+    const PRIORITY_US: i64 = 5_000_000;
+
+    pub(crate) fn new(new: &NewSequence, order: u64, now: Time) -> Self {
+        let us = |time: Time| i64::try_from(time.as_micros()).unwrap_or(i64::MAX / 4);
+        let us = us(now) - us(new.age) + i64::from(new.priority) * Self::PRIORITY_US;
+        Self { us, order, sequence: new.sequence }
+    }
+}
+
+/// One of a group's other sequences, before the fork.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sibling {
+    pub(crate) id: SequenceId,
+    /// Which of the request's sequences it is.
+    pub(crate) sequence: u32,
 }
 
 /// A sequence without blocks.
@@ -107,6 +145,8 @@ pub(crate) struct Sequence {
     pub(crate) prompt_len: usize,
     pub(crate) sampling: SamplingParams,
     pub(crate) sequence: u32,
+    /// The rest of its group; empty from the fork on.
+    pub(crate) siblings: Vec<Sibling>,
     /// Length at which the sequence ends.
     pub(crate) max_len: usize,
     pub(crate) stop_tokens: Vec<u32>,
@@ -117,19 +157,72 @@ pub(crate) struct Sequence {
     pub(crate) num_cached: usize,
     /// Leading blocks that were found there when the sequence was last given blocks.
     pub(crate) num_hits: usize,
-    /// Order of acceptance: smaller is older.
-    pub(crate) age: u64,
-    pub(crate) accepted: Time,
+    pub(crate) rank: Rank,
+    /// It gave up its blocks, here or elsewhere, and has none yet.
+    pub(crate) preempted: bool,
+    /// Below this length only the oldest may take its blocks: it came back from preemption.
+    pub(crate) kept_until: usize,
+    /// When it first stood at the head of the line.
+    pub(crate) head_since: Option<Time>,
+    /// Sequences that were admitted while it stood there.
+    pub(crate) num_passed: u32,
     pub(crate) started: bool,
     pub(crate) stage: Stage,
 }
 
+/// Memory for this many more tokens is taken at once, so that steps allocate none; beyond it grows as vectors do.
+const RESERVED_TOKENS: usize = 8192;
+
 impl Sequence {
-    pub(crate) fn row_sampling(&self) -> RowSampling {
-        RowSampling {
-            params: self.sampling,
-            sequence: self.sequence,
-            position: u32::try_from(self.tokens.len()).unwrap_or(u32::MAX),
+    /// How the next token is drawn for one of the request's sequences.
+    pub(crate) fn row_sampling(&self, sequence: u32) -> RowSampling {
+        let position = u32::try_from(self.tokens.len()).unwrap_or(u32::MAX);
+        RowSampling { params: self.sampling, sequence, position }
+    }
+
+    /// How it is drawn for this sequence and for each sibling.
+    pub(crate) fn samplings(&self) -> impl Iterator<Item = RowSampling> {
+        let numbers = std::iter::once(self.sequence).chain(self.siblings.iter().map(|s| s.sequence));
+        numbers.map(|sequence| self.row_sampling(sequence))
+    }
+
+    /// Sequences that go by this one's id.
+    pub(crate) const fn num_sequences(&self) -> usize {
+        1 + self.siblings.len()
+    }
+
+    /// Tokens it will add, for which memory is taken at once.
+    pub(crate) fn reserved_tokens(&self) -> usize {
+        self.tokens_left().min(RESERVED_TOKENS)
+    }
+
+    /// Another sequence over the same blocks, which are shared from here on, as far as `table` reaches.
+    pub(crate) fn fork(&self, sibling: Sibling, table: BlockTable) -> Self {
+        let mut tokens = Vec::with_capacity(self.tokens.len() + self.reserved_tokens());
+        tokens.extend_from_slice(&self.tokens);
+        let mut hashes = Vec::with_capacity(self.hashes.capacity());
+        hashes.extend_from_slice(&self.hashes);
+        Self {
+            id: sibling.id,
+            origin: self.origin,
+            tokens,
+            prompt_len: self.prompt_len,
+            sampling: self.sampling,
+            sequence: sibling.sequence,
+            siblings: Vec::new(),
+            max_len: self.max_len,
+            stop_tokens: self.stop_tokens.clone(),
+            use_cache: self.use_cache,
+            hashes,
+            num_cached: self.num_cached,
+            num_hits: self.num_hits,
+            rank: Rank { sequence: sibling.sequence, ..self.rank },
+            preempted: false,
+            kept_until: self.kept_until,
+            head_since: None,
+            num_passed: 0,
+            started: true,
+            stage: Stage::Running { table },
         }
     }
 
@@ -140,19 +233,25 @@ impl Sequence {
 
     /// Appends a token; says whether it ends the sequence.
     pub(crate) fn push(&mut self, token: u32) -> Option<Finish> {
+        let finish = self.would_end(token);
         self.tokens.push(token);
+        finish
+    }
+
+    /// Whether `token` as the next one ends the sequence.
+    pub(crate) fn would_end(&self, token: u32) -> Option<Finish> {
         if self.stop_tokens.contains(&token) {
             Some(Finish::Stop)
-        } else if self.tokens.len() >= self.max_len {
+        } else if self.tokens.len() + 1 >= self.max_len {
             Some(Finish::Length)
         } else {
             None
         }
     }
 
-    /// Index of the newest token among the request's generated ones.
-    pub(crate) fn newest_index(&self) -> u32 {
-        u32::try_from(self.tokens.len() - self.prompt_len - 1).unwrap_or(u32::MAX)
+    /// Index of the next token among the request's generated ones.
+    pub(crate) fn next_index(&self) -> u32 {
+        u32::try_from(self.tokens.len() - self.prompt_len).unwrap_or(u32::MAX)
     }
 
     /// Tokens whose KV is in the blocks.
@@ -160,7 +259,18 @@ impl Sequence {
         match &self.stage {
             Stage::Waiting(_) | Stage::Receiving { .. } => 0,
             Stage::Prefilling { computed, .. } => *computed,
-            Stage::Held { .. } | Stage::Running { .. } => self.tokens.len() - 1,
+            Stage::Held { .. } => self.tokens.len(),
+            Stage::Running { .. } => self.tokens.len() - 1,
+        }
+    }
+
+    pub(crate) fn table(&self) -> Option<&BlockTable> {
+        match &self.stage {
+            Stage::Waiting(_) => None,
+            Stage::Prefilling { table, .. }
+            | Stage::Held { table }
+            | Stage::Receiving { table }
+            | Stage::Running { table } => Some(table),
         }
     }
 

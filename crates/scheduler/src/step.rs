@@ -1,134 +1,73 @@
 //! Step plans: which tokens the next step computes, and what its output changes.
 
-use baton_kv::BlockTable;
-
 use crate::Time;
-use crate::engine::StepOutput;
+use crate::cost::StepLoad;
+use crate::engine::{Sampled, StepOutput};
 use crate::event::Event;
-use crate::plan::{Logits, SequenceId, StepPlan};
+use crate::fork::Draw;
+use crate::plan::{PlanRow, RowSampling, SequenceId, StepPlan};
 use crate::scheduler::Scheduler;
-use crate::sequence::{Finish, Origin, Sequence, Stage, Wait};
+use crate::sequence::{Finish, Origin, Stage};
 
 impl Scheduler {
-    /// Decides the next step: decode rows first, then prefill chunks under the budget. An empty plan means that nothing can be
-    /// computed now. Call [`Scheduler::apply`] with the engine's output before the next plan.
+    /// Decides the next step: decode rows first, then prefill chunks under the budgets of tokens and time. An empty plan means that
+    /// nothing can be computed now. What is not empty must be executed, and [`Scheduler::apply`] called with the engine's output,
+    /// before the next plan.
     pub fn plan(&mut self, now: Time) -> &StepPlan {
+        self.now = now;
         self.plan.clear();
+        self.step_over();
         self.preempted_since_step = false;
+        self.promised = 0;
         self.admit();
         self.open_prompts(now);
-        let num_decoding = self.plan_decode_rows();
-        self.plan_chunks(num_decoding, now);
+        let mut load = StepLoad::default();
+        self.plan_decode_rows(&mut load);
+        self.plan_chunks(&mut load, now);
         &self.plan
     }
 
-    /// The plan that was made last.
+    /// The plan that was made last, and that no output was applied for.
     pub fn current_plan(&self) -> &StepPlan {
         &self.plan
     }
 
-    /// Prefill: opens granted prompts, the most urgent first, while there is room for all of a prompt's blocks.
-    fn open_prompts(&mut self, now: Time) {
-        loop {
-            let open = self.active.len();
-            let with_blocks = self.sequences.values().filter(|s| s.holds_blocks()).count();
-            if open >= self.config.max_open_prompts || with_blocks >= self.config.max_num_seqs {
-                return;
-            }
-            let granted = |s: &&Sequence| matches!(s.stage, Stage::Waiting(Wait::Granted));
-            let line = self.line.iter().filter_map(|id| self.sequences.get(id));
-            let Some(id) = line
-                .filter(granted)
-                .min_by(|a, b| self.urgency(a, now).total_cmp(&self.urgency(b, now)))
-                .map(|s| s.id)
-            else {
-                return;
-            };
-            let Some((table, num_hits)) = self.open(id) else { return };
-            let cached_tokens = num_hits * self.config.block_size;
-            self.events.push(Event::Opened { id, lease: table.read_lease(), cached_tokens });
-            if let Some(sequence) = self.sequences.get_mut(&id) {
-                sequence.stage = Stage::Prefilling { table, computed: cached_tokens };
-            }
-            self.activate(id);
-            self.offer_near_head(now);
-        }
+    /// What only the step still needed returns.
+    fn step_over(&mut self) {
+        self.retired.clear();
+        self.copied.clear();
     }
 
-    /// One row for each running sequence, oldest first. Returns their number.
-    fn plan_decode_rows(&mut self) -> usize {
-        let mut num_rows = 0;
-        let mut nth = 0;
+    /// One row for each running sequence, by rank.
+    fn plan_decode_rows(&mut self, load: &mut StepLoad) {
         // Prompts keep one block of the budget, so that many decoding sequences can't starve a local prefill.
         let prefilling =
             self.active.iter().any(|id| matches!(self.sequences[id].stage, Stage::Prefilling { .. }));
         let kept = if prefilling { self.config.block_size } else { 0 };
         let max_rows = self.config.max_step_tokens.saturating_sub(kept);
-        // Preemption shortens `active` from its young end while this walks from its old end.
-        while nth < self.active.len() && num_rows < max_rows {
-            let id = self.active[nth];
-            nth += 1;
-            if !matches!(self.sequences[&id].stage, Stage::Running { .. }) || !self.make_room(id) {
-                continue;
+        let mut nth = 0;
+        while let Some(&id) = self.active.get(nth) {
+            if self.plan.rows.len() >= max_rows {
+                return;
             }
-            let sequence = &self.sequences[&id];
-            if let Stage::Running { table } = &sequence.stage {
+            if self.make_room(id)
+                && let Some(sequence) = self.sequences.get(&id)
+                && let Stage::Running { table } = &sequence.stage
+            {
                 let position = sequence.tokens.len() - 1;
                 let newest = &sequence.tokens[position..];
-                self.plan.push(id, position, newest, table.ids(), Logits::Last(sequence.row_sampling()));
-                num_rows += 1;
+                let sampling = sequence.row_sampling(sequence.sequence);
+                self.plan.push(id, position, newest, table.ids(), &[sampling]);
+                load.add(position, 1);
             }
-        }
-        num_rows
-    }
-
-    /// Makes sure that the newest token of a running sequence has a slot, preempting younger sequences when the pool is empty. False
-    /// when there is no slot in this step.
-    fn make_room(&mut self, id: SequenceId) -> bool {
-        loop {
-            let Some(sequence) = self.sequences.get_mut(&id) else { return false };
-            let Stage::Running { table } = &mut sequence.stage else { return false };
-            if table.len() * self.config.block_size >= sequence.tokens.len() {
-                return true;
-            }
-            if let Some(blocks) = self.pool.allocate(1) {
-                table.extend(blocks);
-                return true;
-            }
-            self.make_free(1);
-            if self.pool.counts().free > 0 {
-                continue;
-            }
-            match self.active.last() {
-                Some(&youngest) if youngest != id => self.preempt(youngest),
-                // The youngest can't take from older ones; it steps aside, unless it is alone and waits for leases to end.
-                Some(_) if self.active.len() > 1 => {
-                    self.preempt(id);
-                    return false;
-                }
-                _ => return false,
-            }
+            // Preemption takes from behind this one, or this one.
+            nth += usize::from(self.active.get(nth) == Some(&id));
         }
     }
 
-    /// Takes all blocks of a sequence; it waits at the head of the line and is computed again from its tokens.
-    fn preempt(&mut self, id: SequenceId) {
-        self.active.retain(|&other| other != id);
-        let Some(sequence) = self.sequences.get_mut(&id) else { return };
-        sequence.stage = Stage::Waiting(Wait::Queued);
-        // Its KV can't come from the source any more: it is computed here.
-        sequence.origin = Origin::Local;
-        let age = sequence.age;
-        let at = self.line.partition_point(|other| self.sequences[other].age < age);
-        self.line.insert(at, id);
-        self.growth.preempted();
-        self.preempted_since_step = true;
-        self.num_preemptions += 1;
-        self.events.push(Event::Preempted { id });
-    }
-
-    /// Prefill chunks, the most urgent first. A chunk ends on a block boundary or at the prompt's end.
-    fn plan_chunks(&mut self, num_decoding: usize, now: Time) {
+    /// Prefill chunks, the most urgent first, on a decode worker by rank. A chunk ends on a block boundary or at the prompt's end.
+    fn plan_chunks(&mut self, load: &mut StepLoad, now: Time) {
+        let num_decoding = self.plan.rows.len();
         let mut budget = self.config.max_step_tokens.saturating_sub(num_decoding);
         if num_decoding > 0 {
             budget = budget.min(self.config.local_prefill_tokens);
@@ -138,81 +77,110 @@ impl Scheduler {
         for id in &self.active {
             let sequence = &self.sequences[id];
             if matches!(sequence.stage, Stage::Prefilling { .. }) {
-                order.push((self.urgency(sequence, now), *id));
+                // Beside decoding the oldest goes first, so that it goes on whatever comes.
+                let prefill = sequence.origin == Origin::Prefill;
+                let key = if prefill { self.urgency(sequence, now) } else { sequence.rank.us as f64 };
+                order.push((key, *id));
             }
         }
+        // Stable, and most often sorted already.
         order.sort_by(|a, b| a.0.total_cmp(&b.0));
-        for &(_, id) in &order {
+        for (nth, &(_, id)) in order.iter().enumerate() {
             let sequence = &self.sequences[&id];
             let Stage::Prefilling { table, computed } = &sequence.stage else { continue };
-            let (end, last) = chunk_end(*computed, sequence.tokens.len(), budget, self.config.block_size);
-            if end == *computed {
+            let position = *computed;
+            let behind = order[nth + 1..].iter().map(|(_, id)| &self.sequences[id]);
+            let gives_way = || behind.map(|s| self.tokens_to_compute(s)).any(|rest| rest <= budget / 2);
+            let rest = sequence.tokens.len() - position;
+            let most = self.chunk(load, position, rest, budget, gives_way);
+            let (end, last) = chunk_end(position, sequence.tokens.len(), most, self.config.block_size);
+            if end == position {
                 continue;
             }
-            let logits = if last { Logits::Last(sequence.row_sampling()) } else { Logits::None };
-            self.plan.push(id, *computed, &sequence.tokens[*computed..end], table.ids(), logits);
-            budget -= end - *computed;
+            let samplings: Vec<RowSampling> = if last { sequence.samplings().collect() } else { Vec::new() };
+            self.plan.push(id, position, &sequence.tokens[position..end], table.ids(), &samplings);
+            load.add(position, end - position);
+            load.num_chunks += 1;
+            budget -= end - position;
         }
         self.order = order;
     }
 
+    /// Tokens of a prompt from `position` on for which the step has tokens and time left. If not all `rest` of them fit it takes half,
+    /// where it `gives_way` to one behind that can end in the other half: so a giant that is first by its age can't keep
+    /// a short one from its first token. The first prompt may always go on by a block.
+    fn chunk(
+        &self,
+        load: &StepLoad,
+        position: usize,
+        rest: usize,
+        budget: usize,
+        gives_way: impl FnOnce() -> bool,
+    ) -> usize {
+        let is_first = load.num_chunks == 0;
+        let within = |share: usize| {
+            let Some(cost) = &self.config.step_cost else { return budget / share };
+            let spent_s = cost.seconds(load);
+            let left_s = (self.config.max_step_ms / 1e3 - spent_s).max(0.0);
+            cost.tokens_within(spent_s + left_s / share as f64, load, position, budget / share)
+        };
+        let mut most = within(1);
+        // Who gets no block has nothing to give, and looks at nobody: there may be hundreds of open prompts.
+        if (self.config.block_size..rest).contains(&most) && gives_way() {
+            most = within(2);
+        }
+        if is_first { most.max(budget.min(self.config.block_size)) } else { most }
+    }
+
     /// Takes in what the engine computed for the current plan. A stopped step changes nothing.
     pub fn apply(&mut self, output: &StepOutput, now: Time) {
-        if output.stopped {
-            return;
+        self.now = now;
+        // From here on no step is under way, and what ends returns its blocks at once.
+        let mut plan = std::mem::take(&mut self.plan);
+        self.step_over();
+        if !output.stopped {
+            if !self.preempted_since_step {
+                self.growth.step();
+            }
+            let mut sampled = output.sampled.as_slice();
+            for (nth, row) in plan.rows.iter().enumerate() {
+                let num = sampled.iter().take_while(|s| s.row as usize == nth).count();
+                let (drawn, rest) = sampled.split_at(num);
+                sampled = rest;
+                self.apply_row(row, &plan.samplings, drawn);
+            }
         }
-        if !self.preempted_since_step {
-            self.growth.step();
-        }
-        let plan = std::mem::take(&mut self.plan);
-        let mut sampled = output.sampled.iter().peekable();
-        for (nth, row) in plan.rows.iter().enumerate() {
-            let drawn = sampled.next_if(|s| s.row as usize == nth).map(|s| (s.token, s.logprob));
-            self.apply_row(row.id, row.position + row.tokens.len(), drawn);
-        }
+        plan.clear();
         self.plan = plan;
-        self.plan.clear();
         self.offer_near_head(now);
     }
 
-    fn apply_row(&mut self, id: SequenceId, end: usize, drawn: Option<(u32, f32)>) {
+    fn apply_row(&mut self, row: &PlanRow, samplings: &[RowSampling], drawn: &[Sampled]) {
+        let id = row.id;
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         if let Stage::Prefilling { computed, .. } = &mut sequence.stage {
-            self.num_prompt_tokens_computed += (end - *computed) as u64;
-            *computed = end;
-            self.events.push(Event::Computed { id, num_tokens: end });
-        }
-        let Some((token, logprob)) = drawn else { return self.remember(id) };
-        if let Stage::Prefilling { table, .. } = &mut sequence.stage {
-            let table = std::mem::take(table);
-            self.prompt_done(id, table);
-        }
-        let Some(sequence) = self.sequences.get_mut(&id) else { return };
-        let finish = sequence.push(token);
-        let index = sequence.newest_index();
-        self.remember(id);
-        if finish.is_some() {
-            self.finish(id);
-        }
-        self.events.push(Event::Token { id, token, logprob, index, finish });
-    }
-
-    fn prompt_done(&mut self, id: SequenceId, table: BlockTable) {
-        let Some(sequence) = self.sequences.get_mut(&id) else { return };
-        if sequence.origin == Origin::Prefill {
-            sequence.stage = Stage::Held { table };
-            self.active.retain(|&other| other != id);
-            return;
-        }
-        sequence.stage = Stage::Running { table };
-        if !std::mem::replace(&mut sequence.started, true) {
-            let cached_tokens = sequence.num_hits * self.config.block_size;
-            self.events.push(Event::Started { id, cached_tokens });
+            let num_tokens = row.position + row.tokens.len();
+            self.num_prompt_tokens_computed += (num_tokens - *computed) as u64;
+            *computed = num_tokens;
+            self.events.push(Event::Computed { id, num_tokens });
+            self.remember(id);
+            if !drawn.is_empty() {
+                let draws: Vec<Draw> = drawn.iter().map(|s| Draw::new(s, samplings)).collect();
+                self.begin(id, &draws);
+            }
+        } else if let Some(&Sampled { token, logprob, .. }) = drawn.first() {
+            let index = sequence.next_index();
+            let finish = sequence.push(token);
+            self.remember(id);
+            if finish.is_some() {
+                self.finish(id);
+            }
+            self.events.push(Event::Token { id, token, logprob, index, finish });
         }
     }
 
     fn finish(&mut self, id: SequenceId) {
-        if let Some(sequence) = self.forget(id)
+        if let Some(sequence) = self.remove(id)
             && sequence.origin != Origin::Prefill
         {
             self.growth.observe(sequence.tokens.len() - sequence.prompt_len);

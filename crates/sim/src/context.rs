@@ -8,10 +8,11 @@ use baton_handoff::Time;
 use crate::network::{Network, Node, Payload, Side, StreamId};
 use crate::queue::{Event, Queue, RouterEvent, WorkerEvent};
 use crate::random::Random;
+use crate::waits::{Wait, Waits};
 use crate::{Report, Shape};
 
 /// Lines of a trace kept for a violation.
-const TRACE_LINES: usize = 120;
+const TRACE_LINES: usize = 160;
 
 pub(crate) struct Context {
     pub(crate) now: Time,
@@ -20,10 +21,13 @@ pub(crate) struct Context {
     pub(crate) network: Network,
     pub(crate) random: Random,
     pub(crate) report: Report,
+    pub(crate) waits: Waits,
+    /// Some leg began or ceased to hold blocks, or to wait for them.
+    pub(crate) holds_changed: bool,
     /// The first rule that broke.
     pub(crate) broken: Option<String>,
-    /// No request is left: heartbeats stop.
-    pub(crate) over: bool,
+    /// When the last request ended: heartbeats stop soon.
+    pub(crate) over: Option<Time>,
     pub(crate) trace: Option<VecDeque<String>>,
 }
 
@@ -36,16 +40,46 @@ impl Context {
         self.queue.push(self.now + after, Event::Router(router, event));
     }
 
+    /// A message of the status path, which may be lost.
+    pub(crate) fn tell_router(&mut self, after: Duration, (from, to): (usize, usize), event: RouterEvent) {
+        let ends = (Node::Worker(from), Node::Router(to));
+        if let Some(latency) = self.network.datagram(self.now, ends) {
+            self.router(after + latency, to, event);
+        }
+    }
+
+    /// The same in the other direction.
+    pub(crate) fn ask_worker(&mut self, (from, to): (usize, usize), event: WorkerEvent) {
+        let ends = (Node::Router(from), Node::Worker(to));
+        if let Some(latency) = self.network.datagram(self.now, ends) {
+            // Whatever process is there then.
+            self.queue.push(self.now + latency, Event::Ask(to, event));
+        }
+    }
+
     pub(crate) fn open(&mut self, opener: Node, acceptor: Node) -> StreamId {
-        self.network.open(opener, acceptor)
+        self.network.open(&mut self.queue, self.now, (opener, acceptor))
     }
 
     pub(crate) fn send(&mut self, stream: StreamId, from: Side, payload: Payload) {
         self.network.send(&mut self.queue, self.now, (stream, from), payload);
     }
 
+    /// Nobody takes this stream.
+    pub(crate) fn refuse(&mut self, stream: StreamId) {
+        self.network.refuse(&mut self.queue, self.now, stream);
+    }
+
     pub(crate) fn close(&mut self, stream: StreamId, side: Side) {
         self.network.close(&mut self.queue, self.now, (stream, side));
+    }
+
+    /// A wait is over, or goes on since `since`.
+    pub(crate) fn waited(&mut self, wait: Wait, since: Time) {
+        let took = self.now.saturating_sub(since);
+        if let Some(limit) = self.waits.take_note(wait, took) {
+            self.violate(|| format!("{wait:?} takes {took:.1?}, at most {limit:.1?} are allowed"));
+        }
     }
 
     /// A rule broke; the first one counts.

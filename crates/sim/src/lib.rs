@@ -6,18 +6,28 @@
 mod check;
 mod config;
 mod context;
+pub mod device;
+mod durations;
 mod faults;
 mod frames;
+mod load;
 mod network;
 mod queue;
 mod random;
 mod report;
 mod router;
+mod shape;
+mod status;
+mod waits;
 mod worker;
 mod world;
 
-pub use config::{Faults, Shape, SimConfig};
+pub use baton_dispatch::{DoorLimits, Layout, Policy};
+pub use config::{Faults, SimConfig};
+pub use device::Device;
+pub use durations::Durations;
 pub use report::{Report, Violation};
+pub use shape::{Load, Shape, WorkerShape};
 
 /// Runs one cluster until every request has ended and every timer has passed.
 ///
@@ -31,14 +41,21 @@ pub fn run(config: &SimConfig) -> Result<Report, Violation> {
     }
 }
 
-/// Runs `runs` clusters with the seeds from `first_seed` on, and adds their reports up.
+/// Runs `runs` drawn clusters with the seeds from `first_seed` on, and adds their reports up. After each run `each` is told the sum so far.
 ///
 /// # Errors
 /// As [`run`], for the first seed that fails.
-pub fn run_many(first_seed: u64, runs: u64, faults: Faults) -> Result<Report, Violation> {
+pub fn run_many(
+    first_seed: u64,
+    runs: u64,
+    faults: Faults,
+    mut each: impl FnMut(&Report),
+) -> Result<Report, Violation> {
     let mut total = Report::default();
-    for seed in (first_seed..).take(usize::try_from(runs).unwrap_or(usize::MAX)) {
+    for nth in 0..runs {
+        let seed = first_seed.wrapping_add(nth);
         total.add(&run(&SimConfig { seed, faults, shape: None })?);
+        each(&total);
     }
     Ok(total)
 }

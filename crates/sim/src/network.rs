@@ -1,9 +1,11 @@
 //! Streams: ordered within each direction, in no order between each other; they break, delay, repeat and damage.
+//! Beside them single messages, for statuses, which are lost too.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use baton_dispatch::{DecodeFact, PrefillFact};
-use baton_handoff::{DestinationMessage, SourceMessage, Time};
+use baton_handoff::{Cause, DestinationMessage, HandoffKey, InstanceId, SourceMessage, Time};
 
 use crate::frames::Frame;
 use crate::queue::{Event, Queue};
@@ -43,7 +45,14 @@ pub(crate) enum Payload {
     OpenPrefill(Box<LegSpec>),
     OpenDecode(Box<LegSpec>),
     Prefill(PrefillFact),
+    /// Of a prefill leg: the handoff of this attempt failed.
+    HandoffFailed(u32, Cause),
+    Redirect(Box<Redirect>),
+    /// Whether the worker does so.
+    Redirected(bool),
     Decode(DecodeFact),
+    /// The Stop call: nothing more of this sequence is wanted.
+    Stop(HandoffKey, u32),
     Source(SourceMessage),
     Destination(DestinationMessage),
     Frame(Frame),
@@ -51,6 +60,15 @@ pub(crate) enum Payload {
     Closed,
     /// The stream broke, or nobody was there.
     Lost,
+}
+
+/// The Redirect call: held blocks go to another decode worker.
+#[derive(Clone, Debug)]
+pub(crate) struct Redirect {
+    pub(crate) from: HandoffKey,
+    pub(crate) to: HandoffKey,
+    /// Address and instance.
+    pub(crate) destination: (usize, InstanceId),
 }
 
 /// A payload at one end of a stream.
@@ -77,6 +95,23 @@ pub(crate) struct Weather {
     pub(crate) delay: u64,
     pub(crate) repeat: u64,
     pub(crate) corrupt: u64,
+    /// Of statuses and cache updates.
+    pub(crate) lose_status: u64,
+}
+
+/// How long a connection may take to come about.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Pings without an answer for so long end a connection: one every 5 s, 5 s for its answer.
+pub(crate) const PING_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Messages that met bad weather.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Met {
+    pub(crate) delayed: u64,
+    pub(crate) repeated: u64,
+    pub(crate) corrupted: u64,
+    pub(crate) lost: u64,
 }
 
 /// All streams.
@@ -85,7 +120,10 @@ pub(crate) struct Network {
     next: u64,
     pub(crate) weather: Weather,
     pub(crate) random: Random,
-    pub(crate) num_damaged: u64,
+    pub(crate) met: Met,
+    latency_us: (u64, u64),
+    /// Nothing gets through between these two before that time.
+    partitions: Vec<((Node, Node), Time)>,
 }
 
 const fn at(side: Side) -> usize {
@@ -93,16 +131,57 @@ const fn at(side: Side) -> usize {
 }
 
 impl Network {
-    pub(crate) fn new(weather: Weather, random: Random) -> Self {
-        Self { streams: BTreeMap::new(), next: 0, weather, random, num_damaged: 0 }
+    pub(crate) fn new(weather: Weather, latency_us: (u64, u64), random: Random) -> Self {
+        let (streams, partitions) = (BTreeMap::new(), Vec::new());
+        Self { streams, next: 0, weather, random, met: Met::default(), latency_us, partitions }
     }
 
-    pub(crate) fn open(&mut self, opener: Node, acceptor: Node) -> StreamId {
+    fn latency(&mut self) -> Duration {
+        self.random.micros(self.latency_us.0..=self.latency_us.1)
+    }
+
+    pub(crate) fn part(&mut self, now: Time, ends: (Node, Node), lasts: Duration) {
+        self.partitions.retain(|(_, until)| *until > now);
+        self.partitions.push((ends, now + lasts));
+    }
+
+    /// How long nothing gets through between these two from now on.
+    pub(crate) fn parted(&self, now: Time, (a, b): (Node, Node)) -> Duration {
+        let between = |ends: &(Node, Node)| *ends == (a, b) || *ends == (b, a);
+        let parted = self.partitions.iter().filter(|(ends, _)| between(ends));
+        parted.map(|(_, until)| until.saturating_sub(now)).max().unwrap_or_default()
+    }
+
+    /// How long a single message takes; `None`: it is lost.
+    pub(crate) fn datagram(&mut self, now: Time, ends: (Node, Node)) -> Option<Duration> {
+        if self.random.chance(self.weather.lose_status) || !self.parted(now, ends).is_zero() {
+            self.met.lost += 1;
+            return None;
+        }
+        let mut latency = self.latency();
+        if self.random.chance(self.weather.delay) {
+            self.met.delayed += 1;
+            latency += self.random.millis(1..=3_000);
+        }
+        Some(latency)
+    }
+
+    /// Opens a stream. One that can't be opened in time is lost to its opener.
+    pub(crate) fn open(
+        &mut self,
+        queue: &mut Queue,
+        now: Time,
+        (opener, acceptor): (Node, Node),
+    ) -> StreamId {
         self.next += 1;
         let id = StreamId(self.next);
-        let ends = [opener, acceptor];
-        let (last, deaf) = ([Time::ZERO; 2], [false; 2]);
-        self.streams.insert(id, Stream { ends, last, deaf, broken: false, accepted: false });
+        let broken = self.parted(now, (opener, acceptor)) > CONNECT_TIMEOUT;
+        let (ends, last) = ([opener, acceptor], [Time::ZERO; 2]);
+        self.streams.insert(id, Stream { ends, last, deaf: [false, broken], broken, accepted: false });
+        if broken {
+            let arrival = Arrival { stream: id, side: Side::Opener, payload: Payload::Lost };
+            queue.push(now + CONNECT_TIMEOUT, Event::Arrive(arrival));
+        }
         id
     }
 
@@ -114,20 +193,29 @@ impl Network {
         (id, from): (StreamId, Side),
         payload: Payload,
     ) {
-        let Some(stream) = self.streams.get_mut(&id) else { return };
+        let Some(stream) = self.streams.get(&id) else { return };
         if stream.broken || stream.deaf[at(from)] {
             return;
         }
-        let mut latency = self.random.micros(100..=1_500);
+        let mut latency = self.parted(now, (stream.ends[0], stream.ends[1])) + self.latency();
         if self.random.chance(self.weather.delay) {
+            self.met.delayed += 1;
             latency += self.random.millis(1..=3_000);
         }
         let side = from.other();
+        let Some(stream) = self.streams.get_mut(&id) else { return };
         let arrives = (now + latency).max(stream.last[at(side)]);
         stream.last[at(side)] = arrives;
-        let repeatable =
-            !matches!(payload, Payload::OpenPrefill(_) | Payload::OpenDecode(_) | Payload::Closed);
+        let repeatable = !matches!(
+            payload,
+            Payload::OpenPrefill(_)
+                | Payload::OpenDecode(_)
+                | Payload::Redirect(_)
+                | Payload::Redirected(_)
+                | Payload::Closed
+        );
         if repeatable && self.random.chance(self.weather.repeat) {
+            self.met.repeated += 1;
             let payload = payload.clone();
             queue.push(arrives, Event::Arrive(Arrival { stream: id, side, payload }));
         }
@@ -141,7 +229,7 @@ impl Network {
                 let byte = self.random.index(frame.payload.len());
                 if let Some(byte) = frame.payload.get_mut(byte) {
                     *byte ^= 1 << self.random.index(8);
-                    self.num_damaged += 1;
+                    self.met.corrupted += 1;
                 }
                 Payload::Frame(frame)
             }
@@ -169,14 +257,20 @@ impl Network {
         }
     }
 
+    fn streams_of(&self, of: impl Fn(&Stream) -> bool) -> Vec<StreamId> {
+        self.streams.iter().filter(|(_, stream)| of(stream)).map(|(id, _)| *id).collect()
+    }
+
+    /// All streams between two processes.
+    pub(crate) fn cut_between(&mut self, queue: &mut Queue, now: Time, (a, b): (Node, Node)) {
+        for id in self.streams_of(|stream| stream.ends.contains(&a) && stream.ends.contains(&b)) {
+            self.cut(queue, now, id);
+        }
+    }
+
     /// All streams of a process that died.
     pub(crate) fn cut_all(&mut self, queue: &mut Queue, now: Time, node: Node) {
-        let ids: Vec<StreamId> = self
-            .streams
-            .iter()
-            .filter(|(_, stream)| stream.ends.contains(&node))
-            .map(|(id, _)| *id)
-            .collect();
+        let ids = self.streams_of(|stream| stream.ends.contains(&node));
         for id in ids {
             self.cut(queue, now, id);
             for side in [Side::Opener, Side::Acceptor] {
@@ -189,8 +283,7 @@ impl Network {
 
     /// Some live stream.
     pub(crate) fn any(&self, random: &mut Random) -> Option<StreamId> {
-        let live: Vec<StreamId> =
-            self.streams.iter().filter(|(_, stream)| !stream.broken).map(|(id, _)| *id).collect();
+        let live = self.streams_of(|stream| !stream.broken);
         live.get(random.index(live.len())).copied()
     }
 
@@ -199,26 +292,20 @@ impl Network {
         self.streams.get(&arrival.stream).map(|stream| stream.ends[at(arrival.side)])
     }
 
-    /// Whose end this is, if it still listens and the payload still travels. The end of a stream is told once.
-    pub(crate) fn receive(&mut self, arrival: &Arrival) -> Option<Node> {
+    /// Whether this end still listens and the payload still travels; `Some(false)` when the acceptor never heard of the stream. The
+    /// end of a stream is told once.
+    pub(crate) fn receive(&mut self, arrival: &Arrival) -> Option<bool> {
         let stream = self.streams.get_mut(&arrival.stream)?;
         let over = matches!(arrival.payload, Payload::Closed | Payload::Lost);
         if stream.deaf[at(arrival.side)] || (stream.broken && !matches!(arrival.payload, Payload::Lost)) {
             return None;
         }
-        let node = stream.ends[at(arrival.side)];
-        if arrival.side == Side::Acceptor {
-            stream.accepted = true;
-        }
+        stream.accepted |= arrival.side == Side::Acceptor && !over;
+        let accepted = stream.accepted;
         if over {
             self.deafen(arrival.stream, arrival.side);
         }
-        Some(node)
-    }
-
-    /// Whether the acceptor ever heard of it.
-    pub(crate) fn was_accepted(&self, id: StreamId) -> bool {
-        self.streams.get(&id).is_none_or(|stream| stream.accepted)
+        Some(accepted)
     }
 
     /// Nobody is there: the opener hears it soon.

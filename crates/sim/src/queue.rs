@@ -7,6 +7,7 @@ use baton_handoff::{HandoffKey, Time};
 
 use crate::faults::Fault;
 use crate::network::{Arrival, StreamId};
+use crate::status::{CacheUpdate, Status};
 
 /// Something that happens at a moment.
 #[derive(Debug)]
@@ -15,13 +16,15 @@ pub(crate) enum Event {
     Arrive(Arrival),
     /// A worker, in this incarnation.
     Worker(usize, u32, WorkerEvent),
+    /// A router asks something of whatever process has this worker's address.
+    Ask(usize, WorkerEvent),
     /// A router.
     Router(usize, RouterEvent),
     /// Trouble.
     Fault(Fault),
 }
 
-/// What a worker wakes up for by itself.
+/// What a worker wakes up for by itself, and what routers ask of its status service.
 #[derive(Debug)]
 pub(crate) enum WorkerEvent {
     /// The step with this number ends.
@@ -34,9 +37,13 @@ pub(crate) enum WorkerEvent {
     Wake,
     /// Tell the routers how it is.
     Heartbeat,
+    /// Tell them now, since something changed.
+    Publish,
+    /// A router opens a stream of cache updates and names it.
+    WatchCache { router: usize, stream: u64 },
 }
 
-/// What a router wakes up for by itself.
+/// What a router wakes up for by itself, and what workers tell it of themselves.
 #[derive(Debug)]
 pub(crate) enum RouterEvent {
     /// A client's request.
@@ -44,7 +51,9 @@ pub(crate) enum RouterEvent {
     /// The client of that request hangs up.
     ClientGone(usize),
     /// A worker's status.
-    Status(Box<baton_dispatch::WorkerView>),
+    Status(Box<Status>),
+    /// What entered and left a worker's prefix cache.
+    Cache(Box<CacheUpdate>),
     /// A worker's status stream broke.
     StatusLost(usize),
     /// A timer of a request.

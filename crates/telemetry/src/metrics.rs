@@ -4,6 +4,7 @@
 //! pool, requests by stage) is read at scrape through a closure, so that nobody has to keep a gauge in step.
 
 mod gauges;
+mod late;
 mod router;
 mod worker;
 
@@ -11,6 +12,7 @@ pub use prometheus_client::metrics::counter::Counter;
 pub use prometheus_client::metrics::gauge::Gauge;
 pub use prometheus_client::metrics::histogram::Histogram;
 
+pub use late::LateMessages;
 pub use router::{RouterMetrics, WorkerCount};
 pub use worker::{BlockCounts, StageGauges, WorkerMetrics};
 

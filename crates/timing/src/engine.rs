@@ -82,8 +82,14 @@ impl TimingEngine {
             if tokens == 0 || blocks * self.config.block_size < row.position + tokens {
                 return bad(format!("row {nth}: {blocks} blocks for {} + {tokens} tokens", row.position));
             }
-            if matches!(row.logits, Logits::All) {
-                return bad(format!("row {nth}: a timing engine has no logits"));
+            match &row.logits {
+                Logits::None => {}
+                Logits::Sample(wanted)
+                    if plan.samplings.get(wanted.clone()).is_some_and(|s| !s.is_empty()) => {}
+                Logits::Sample(wanted) => {
+                    return bad(format!("row {nth}: samplings {wanted:?} of {}", plan.samplings.len()));
+                }
+                Logits::All => return bad(format!("row {nth}: a timing engine has no logits")),
             }
         }
         match plan.blocks.iter().find(|block| **block as usize >= self.config.num_blocks) {
@@ -185,10 +191,11 @@ impl Engine for TimingEngine {
             }
         }
         for (nth, row) in plan.rows.iter().enumerate() {
-            if let Logits::Last(sampling) = &row.logits {
-                let hidden = row.tokens.end.checked_sub(1).and_then(|at| self.hidden.get(at)).copied();
+            let Logits::Sample(wanted) = &row.logits else { continue };
+            let hidden = row.tokens.end.checked_sub(1).and_then(|at| self.hidden.get(at)).copied();
+            for (at, sampling) in wanted.clone().zip(&plan.samplings[wanted.clone()]) {
                 let token = draw(hidden.unwrap_or(EMPTY), sampling, self.config.vocab.max(1));
-                output.sampled.push(Sampled { row: nth as u32, token, logprob: -1.0 });
+                output.sampled.push(Sampled { row: nth as u32, sampling: at as u32, token, logprob: -1.0 });
             }
         }
         Ok(())

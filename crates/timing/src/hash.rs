@@ -30,17 +30,35 @@ pub(crate) const fn draw(hidden: u64, sampling: &RowSampling, vocab: u32) -> u32
     (mix(hidden, random) % vocab as u64) as u32
 }
 
+/// Everything that the next token depends on, kept while tokens are added one by one.
+struct Run {
+    /// Of each layer, what the last position attended to.
+    attended: Vec<u64>,
+    num_tokens: usize,
+    /// The last layer's output of the last position.
+    hidden: u64,
+}
+
+impl Run {
+    fn new(num_layers: usize) -> Self {
+        Self { attended: vec![EMPTY; num_layers], num_tokens: 0, hidden: EMPTY }
+    }
+
+    fn push(&mut self, token: u32) {
+        self.hidden = embed(token);
+        for (layer, attended) in self.attended.iter_mut().enumerate() {
+            *attended = mix(*attended, kv(layer, self.num_tokens, self.hidden));
+            self.hidden = mix(self.hidden, *attended);
+        }
+        self.num_tokens += 1;
+    }
+}
+
 /// The token that follows `tokens` in an undisturbed run. `tokens` must not be empty; `vocab` is at least 1.
 pub fn pseudo_token(tokens: &[u32], sampling: &RowSampling, num_layers: usize, vocab: u32) -> u32 {
-    let mut hidden: Vec<u64> = tokens.iter().map(|token| embed(*token)).collect();
-    for layer in 0..num_layers {
-        let mut attended = EMPTY;
-        for (position, hidden) in hidden.iter_mut().enumerate() {
-            attended = mix(attended, kv(layer, position, *hidden));
-            *hidden = mix(*hidden, attended);
-        }
-    }
-    draw(hidden.last().copied().unwrap_or(EMPTY), sampling, vocab.max(1))
+    let mut run = Run::new(num_layers);
+    tokens.iter().for_each(|token| run.push(*token));
+    draw(run.hidden, sampling, vocab.max(1))
 }
 
 /// The first `max_new_tokens` tokens that follow `prompt`, up to and including the first of `stop_tokens`: what any run of the
@@ -53,14 +71,17 @@ pub fn pseudo_tokens(
     stop_tokens: &[u32],
 ) -> Vec<u32> {
     let (num_layers, vocab) = shape;
-    let mut tokens = prompt.to_vec();
+    let mut run = Run::new(num_layers);
+    prompt.iter().for_each(|token| run.push(*token));
+    let mut tokens = Vec::new();
     for _ in 0..max_new_tokens {
-        let position = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
-        let token = pseudo_token(&tokens, &RowSampling { position, ..*sampling }, num_layers, vocab);
+        let position = u32::try_from(run.num_tokens).unwrap_or(u32::MAX);
+        let token = draw(run.hidden, &RowSampling { position, ..*sampling }, vocab.max(1));
         tokens.push(token);
         if stop_tokens.contains(&token) {
             break;
         }
+        run.push(token);
     }
-    tokens.split_off(prompt.len())
+    tokens
 }

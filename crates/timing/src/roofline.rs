@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use baton_scheduler::StepCost;
+
 /// A device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Roofline {
@@ -51,5 +53,15 @@ impl Roofline {
         let seconds = (flops / self.flops_per_s).max(bytes / self.bytes_per_s);
         // A device of speed 0 would take forever; a day is as good.
         self.overhead + Duration::try_from_secs_f64(seconds).unwrap_or(Duration::from_secs(86_400))
+    }
+
+    /// The costs by which a scheduler cuts chunks: all of [`Roofline::step_time`] but the reading of KV, with weights read and
+    /// computed one after the other. So a step of prompts takes at most what they say.
+    pub fn step_cost(&self, shape: &ModelShape) -> StepCost {
+        StepCost {
+            fixed_s: self.overhead.as_secs_f64() + shape.num_params * shape.weight_bytes / self.bytes_per_s,
+            per_token_s: 2.0 * shape.num_params / self.flops_per_s,
+            per_context_token_s: 4.0 * shape.num_layers as f64 * shape.hidden as f64 / self.flops_per_s,
+        }
     }
 }

@@ -1,9 +1,10 @@
 use std::time::Duration;
 
 use baton_scheduler::{
-    Engine, EngineError, Flow, Logits, RowSampling, SamplingParams, SequenceId, StepOutput, StepPlan,
+    Engine, EngineError, Flow, RowSampling, SamplingParams, SequenceId, StepOutput, StepPlan,
 };
 
+use crate::hash::{EMPTY, draw, embed, kv, mix};
 use crate::{ModelShape, Roofline, StepWork, TimingConfig, TimingEngine, pseudo_token, pseudo_tokens};
 
 const SHAPE: ModelShape =
@@ -36,7 +37,7 @@ fn sampling(position: usize) -> RowSampling {
 /// Computes `tokens[from..]` in one row and samples.
 fn row(engine: &mut TimingEngine, tokens: &[u32], from: usize, blocks: &[u32]) -> u32 {
     let mut plan = StepPlan::default();
-    plan.push(SequenceId(1), from, &tokens[from..], blocks, Logits::Last(sampling(tokens.len())));
+    plan.push(SequenceId(1), from, &tokens[from..], blocks, &[sampling(tokens.len())]);
     let mut output = StepOutput::default();
     engine.step(&plan, &mut output, &mut |_| Flow::Continue).unwrap();
     output.sampled[0].token
@@ -110,17 +111,54 @@ fn an_undisturbed_run_stops_at_a_stop_token_and_can_be_resumed_anywhere() {
     assert_eq!(pseudo_tokens(&forced, &sampling(0), (LAYERS, VOCAB), 14, &[]), all[6..]);
 }
 
+/// The definition, layer by layer over all positions at once.
+fn by_layers(tokens: &[u32], sampling: &RowSampling, num_layers: usize, vocab: u32) -> u32 {
+    let mut hidden: Vec<u64> = tokens.iter().map(|token| embed(*token)).collect();
+    for layer in 0..num_layers {
+        let mut attended = EMPTY;
+        for (position, hidden) in hidden.iter_mut().enumerate() {
+            attended = mix(attended, kv(layer, position, *hidden));
+            *hidden = mix(*hidden, attended);
+        }
+    }
+    draw(*hidden.last().unwrap(), sampling, vocab)
+}
+
+#[test]
+fn an_undisturbed_run_is_what_each_token_computed_from_all_before_it_gives() {
+    let mut state = 1;
+    let mut below = |n: u64| {
+        state = mix(state, 1);
+        state % n
+    };
+    for _ in 0..200 {
+        let (num_layers, vocab) = (below(5) as usize, 1 + below(2_000) as u32);
+        let prompt: Vec<u32> = (0..1 + below(40)).map(|_| below(2_000) as u32).collect();
+        let params = SamplingParams { seed: below(1_000), ..SamplingParams::GREEDY };
+        let sampling = RowSampling { params, sequence: below(16) as u32, position: 0 };
+        let mut tokens = prompt.clone();
+        for _ in 0..30 {
+            let sampling = RowSampling { position: tokens.len() as u32, ..sampling };
+            let token = by_layers(&tokens, &sampling, num_layers, vocab);
+            assert_eq!(pseudo_token(&tokens, &sampling, num_layers, vocab), token);
+            tokens.push(token);
+        }
+        let run = pseudo_tokens(&prompt, &sampling, (num_layers, vocab), 30, &[]);
+        assert_eq!(run, tokens[prompt.len()..], "{num_layers} layers, {} of prompt", prompt.len());
+    }
+}
+
 #[test]
 fn a_stopped_step_samples_nothing_and_a_bad_plan_is_refused() {
     let mut engine = engine();
     let mut plan = StepPlan::default();
-    plan.push(SequenceId(1), 0, &[1, 2], &[0], Logits::Last(sampling(2)));
+    plan.push(SequenceId(1), 0, &[1, 2], &[0], &[sampling(2)]);
     let mut output = StepOutput::default();
     engine.step(&plan, &mut output, &mut |_| Flow::Stop).unwrap();
     assert!(output.stopped && output.sampled.is_empty());
     for (position, block) in [(3, 0), (0, 32)] {
         let mut plan = StepPlan::default();
-        plan.push(SequenceId(1), position, &[1, 2], &[block], Logits::None);
+        plan.push(SequenceId(1), position, &[1, 2], &[block], &[]);
         let outcome = engine.step(&plan, &mut output, &mut |_| Flow::Continue);
         assert!(matches!(outcome, Err(EngineError::BadPlan(_))), "{position} {block}");
     }

@@ -1,4 +1,4 @@
-//! KV over loopback: whole transfers at four frame sizes beside raw TCP and memcpy.
+//! KV over loopback: whole transfers at four frame sizes, and through shared memory, beside raw TCP and memcpy.
 //!
 //! Both ends run in one process, each on a thread of its own, as on a machine that serves both roles.
 
@@ -8,7 +8,7 @@ mod support;
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use baton_transfer::{TokenSpan, sender_with_frames};
+use baton_transfer::{Bulk, SHARED_FRAME_BYTES, TokenSpan, sender_with_frames};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use support::{Destination, Driver, Origin, Outcome, Rng, key, layout};
 
@@ -44,28 +44,33 @@ fn transfers(c: &mut Criterion) {
     group.sample_size(10);
     group.warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
     group.throughput(Throughput::Bytes(total));
+    let mut transfers = |iterations: u64, bulk: &Bulk, frame_bytes: usize| {
+        let mut spent = Duration::ZERO;
+        for _ in 0..iterations {
+            let table = destination.reserve(SPAN, rng);
+            let mut receiver = destination.grant(key(1), SPAN, &table);
+            spent += client.block_on(async {
+                let mut driver = Driver::new(destination.receivers.credit_window(), total);
+                let config = origin.config(key(1), SPAN, bulk.clone(), driver.credit);
+                let began = Instant::now();
+                let (mut handle, task) = sender_with_frames(config, frame_bytes).unwrap();
+                tokio::spawn(task);
+                origin.progress.tokens_done(SPAN.prompt_tokens);
+                assert_eq!(driver.run(&mut handle, &mut receiver).await, Outcome::Delivered);
+                began.elapsed()
+            });
+        }
+        spent
+    };
+    let (grpc, shared) = (Bulk::from(channel.clone()), Bulk::over_shared_memory(channel));
     for frame_bytes in [64 * 1024, 128 * 1024, 256 * 1024, 1024 * 1024] {
         group.bench_with_input(BenchmarkId::new("frames", frame_bytes), &frame_bytes, |b, &frame_bytes| {
-            b.iter_custom(|iterations| {
-                let mut spent = Duration::ZERO;
-                for _ in 0..iterations {
-                    let table = destination.reserve(SPAN, rng);
-                    let mut receiver = destination.grant(key(1), SPAN, &table);
-                    spent += client.block_on(async {
-                        let mut driver = Driver::new(destination.receivers.credit_window(), total);
-                        let config = origin.config(key(1), SPAN, channel.clone(), driver.credit);
-                        let began = Instant::now();
-                        let (mut handle, task) = sender_with_frames(config, frame_bytes).unwrap();
-                        tokio::spawn(task);
-                        origin.progress.tokens_done(SPAN.prompt_tokens);
-                        assert_eq!(driver.run(&mut handle, &mut receiver).await, Outcome::Delivered);
-                        began.elapsed()
-                    });
-                }
-                spent
-            });
+            b.iter_custom(|iterations| transfers(iterations, &grpc, frame_bytes));
         });
     }
+    group.bench_function("shared_memory", |b| {
+        b.iter_custom(|iterations| transfers(iterations, &shared, SHARED_FRAME_BYTES));
+    });
     group.bench_function("raw_tcp", |b| b.iter_custom(|iterations| raw_tcp(total as usize, iterations)));
     group.bench_function("memcpy", |b| {
         let from = vec![1u8; total as usize];

@@ -5,6 +5,7 @@ use std::time::Duration;
 use tonic::transport::{Endpoint, Server};
 
 use crate::TransferError;
+use crate::heap::keep_buffers;
 
 /// HTTP/2 window of a bulk stream and of its connection: equal, so that one stream that isn't read can't take the window from
 /// the others as long as the credit outstanding on a connection stays below it.
@@ -50,6 +51,7 @@ pub fn control_endpoint(address: &str) -> Result<Endpoint, TransferError> {
 /// # Errors
 /// [`TransferError::Lost`] when that is no address.
 pub fn bulk_endpoint(address: &str) -> Result<Endpoint, TransferError> {
+    keep_buffers();
     control_endpoint(address)
 }
 
@@ -67,6 +69,7 @@ pub fn control_server_builder() -> Server {
 
 /// Server settings for [`crate::KvStreamService`].
 pub fn bulk_server_builder() -> Server {
+    keep_buffers();
     control_server_builder()
         .initial_stream_window_size(BULK_WINDOW_BYTES)
         .initial_connection_window_size(BULK_WINDOW_BYTES)

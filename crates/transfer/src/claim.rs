@@ -69,7 +69,7 @@ impl Entry {
     /// What was verified up to now.
     pub(crate) fn progress(&self) -> v1::PushProgress {
         let news = self.news.borrow();
-        v1::PushProgress { bytes: news.verified, frames: news.report.frames }
+        v1::PushProgress { bytes: news.verified, frames: news.report.frames, shared_read: 0 }
     }
 
     /// Whether the handoff ended with bytes missing.
@@ -191,6 +191,11 @@ impl Claim {
         }
         self.publish();
         Arc::clone(&self.entry)
+    }
+
+    /// What was verified up to now, and how many payloads were read from shared memory.
+    pub(crate) fn progress(&self, shared_read: u64) -> v1::PushProgress {
+        v1::PushProgress { shared_read, ..self.entry.progress() }
     }
 
     /// Present until the claim is released.

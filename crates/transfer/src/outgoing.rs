@@ -1,4 +1,4 @@
-//! Encoding frames straight out of block memory: one copy, from the arena into the buffer that HTTP/2 sends.
+//! Encoding frames straight out of block memory: one copy, from the arena into the buffer that HTTP/2 sends, or into shared memory.
 
 use std::sync::{Arc, Weak};
 
@@ -13,7 +13,7 @@ use tonic::codec::{BufferSettings, Codec, EncodeBuf, Encoder};
 use tonic_prost::{ProstCodec, ProstDecoder};
 
 use crate::frames::Frame;
-use crate::wire;
+use crate::{checksum, wire};
 
 /// Tag of `KvFrame.payload`: field 8, length-delimited.
 const PAYLOAD_TAG: u8 = 8 << 3 | 2;
@@ -37,11 +37,64 @@ pub(crate) struct Waits {
 
 /// One message of a Push stream.
 pub(crate) enum Outgoing {
-    /// The first message: names the handoff.
-    Opening(HandoffKey),
+    /// The first message, and frames whose payload lies in shared memory: all there is to say is in it.
+    Message(Box<v1::KvFrame>),
     /// KV, read when the message is encoded. A frame that the transport has not asked for yet doesn't pin blocks that the sender
     /// has let go of.
     Kv { frame: Frame, waits: Waits, blocks: Weak<Blocks> },
+}
+
+impl Outgoing {
+    /// The first message: names the handoff, and the file in which its payloads lie, if they do.
+    pub(crate) fn opening(key: &HandoffKey, shared_path: Option<String>) -> Self {
+        Self::Message(Box::new(v1::KvFrame {
+            key: Some(wire::encode_key(key)),
+            shared_path: shared_path.unwrap_or_default(),
+            ..v1::KvFrame::default()
+        }))
+    }
+}
+
+/// Everything about a frame but its payload and its sum.
+pub(crate) fn header(frame: &Frame, waits: Waits) -> v1::KvFrame {
+    v1::KvFrame {
+        index: frame.index,
+        offset: frame.offset,
+        layer: frame.layer,
+        first_block: frame.first_block,
+        num_blocks: frame.num_blocks,
+        tail_tokens: frame.tail_tokens,
+        idle_us: waits.idle_us,
+        credit_wait_us: waits.credit_us,
+        ..v1::KvFrame::default()
+    }
+}
+
+impl Blocks {
+    /// Gives a frame's payload to `take`, in order, and returns the frame's sum. Each part is summed right after it was taken: copying
+    /// fetches it from far memory as fast as can be, and then it is near. `tail` is scratch memory.
+    pub(crate) fn read(
+        &self,
+        frame: &Frame,
+        tail: &mut Vec<u8>,
+        mut take: impl FnMut(&[u8]),
+    ) -> Result<u32, MemoryError> {
+        let mut crc = header_crc(&self.key, frame);
+        let (layer, first) = (frame.layer as usize, frame.first_block as usize);
+        if frame.tail_tokens > 0 {
+            let at = BlockSlice { layer, nth: first, num_tokens: frame.tail_tokens as usize };
+            tail.clear();
+            self.memory.gather(&self.lease, at, tail)?;
+            take(tail);
+            return Ok(checksum::append(crc, tail));
+        }
+        for nth in first..first + frame.num_blocks as usize {
+            let block = self.memory.read(&self.lease, layer, nth)?;
+            take(block);
+            crc = checksum::append(crc, block);
+        }
+        Ok(crc)
+    }
 }
 
 /// CRC-32C of what stands before the payload; the payload's bytes are appended to it.
@@ -72,37 +125,11 @@ impl FrameEncoder {
         blocks: &Blocks,
         buf: &mut impl BufMut,
     ) -> Result<(), Status> {
-        let unreadable = |error: MemoryError| Status::internal(format!("frame {}: {error}", frame.index));
-        let header = v1::KvFrame {
-            index: frame.index,
-            offset: frame.offset,
-            layer: frame.layer,
-            first_block: frame.first_block,
-            num_blocks: frame.num_blocks,
-            tail_tokens: frame.tail_tokens,
-            idle_us: waits.idle_us,
-            credit_wait_us: waits.credit_us,
-            ..v1::KvFrame::default()
-        };
-        put_message(&header, buf)?;
+        put_message(&header(frame, waits), buf)?;
         buf.put_u8(PAYLOAD_TAG);
         prost::encode_length_delimiter(frame.len as usize, buf).map_err(no_room)?;
-        let mut crc = header_crc(&blocks.key, frame);
-        let (layer, first) = (frame.layer as usize, frame.first_block as usize);
-        if frame.tail_tokens > 0 {
-            let at = BlockSlice { layer, nth: first, num_tokens: frame.tail_tokens as usize };
-            self.tail.clear();
-            blocks.memory.gather(&blocks.lease, at, &mut self.tail).map_err(unreadable)?;
-            crc = crc32c::crc32c_append(crc, &self.tail);
-            buf.put_slice(&self.tail);
-        } else {
-            for nth in first..first + frame.num_blocks as usize {
-                let block = blocks.memory.read(&blocks.lease, layer, nth).map_err(unreadable)?;
-                // The sum is taken while the block's bytes are in the nearest cache.
-                crc = crc32c::crc32c_append(crc, block);
-                buf.put_slice(block);
-            }
-        }
+        let read = blocks.read(frame, &mut self.tail, |bytes| buf.put_slice(bytes));
+        let crc = read.map_err(|error| Status::internal(format!("frame {}: {error}", frame.index)))?;
         // Fields of one message may be written apart: concatenated messages merge.
         put_message(&v1::KvFrame { crc32c: crc, ..v1::KvFrame::default() }, buf)
     }
@@ -123,9 +150,7 @@ impl Encoder for FrameEncoder {
 
     fn encode(&mut self, item: Outgoing, buf: &mut EncodeBuf<'_>) -> Result<(), Status> {
         match item {
-            Outgoing::Opening(key) => {
-                put_message(&v1::KvFrame { key: Some(wire::encode_key(&key)), ..v1::KvFrame::default() }, buf)
-            }
+            Outgoing::Message(message) => put_message(&message, buf),
             Outgoing::Kv { frame, waits, blocks } => {
                 let Some(blocks) = blocks.upgrade() else {
                     return Err(Status::cancelled("the handoff was fenced"));

@@ -1,6 +1,7 @@
 //! Other workers: their connections, and whether their KV can be used.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -13,9 +14,17 @@ use tokio::sync::OnceCell;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
-use crate::{TransferError, bulk_endpoint, control_endpoint, wire};
+use crate::bulk::Shared;
+use crate::shared::{SharedMemory, check_nonce};
+use crate::{Bulk, TransferError, Transport, bulk_endpoint, control_endpoint, wire};
 
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Connections for KV to one peer. One fills a local wire; a long or shared one gives each connection its share.
+const BULK_CONNECTIONS: usize = 2;
+
+/// Bytes by which a decode worker knows that it sees our memory.
+const NONCE_BYTES: usize = 16;
 
 /// Who this worker is to others.
 #[derive(Clone, Debug)]
@@ -43,7 +52,9 @@ pub struct Peer {
     address: String,
     instance: InstanceId,
     control: Channel,
-    bulk: Channel,
+    bulk: Arc<[Channel]>,
+    next_bulk: Arc<AtomicUsize>,
+    shared: Option<Arc<Shared>>,
 }
 
 impl Peer {
@@ -62,9 +73,15 @@ impl Peer {
         self.control.clone()
     }
 
-    /// The connection for KV.
-    pub fn bulk(&self) -> Channel {
-        self.bulk.clone()
+    /// A connection for one handoff's KV; handoffs take turns over the connections.
+    pub fn bulk(&self) -> Bulk {
+        let turn = self.next_bulk.fetch_add(1, Ordering::Relaxed) % self.bulk.len();
+        Bulk::new(self.bulk[turn].clone(), self.shared.clone())
+    }
+
+    /// How KV travels there: [`Transport::Grpc`] or [`Transport::Shm`].
+    pub fn transport(&self) -> Transport {
+        Bulk::new(self.bulk[0].clone(), self.shared.clone()).transport()
     }
 }
 
@@ -73,13 +90,21 @@ type Slot = Arc<OnceCell<Peer>>;
 /// Connections to decode workers by address, kept while they are the instance that was meant.
 pub struct Peers {
     config: PeersConfig,
+    transport: Transport,
     slots: Mutex<HashMap<String, Slot>>,
 }
 
 impl Peers {
     /// Nobody is connected.
     pub fn new(config: PeersConfig) -> Self {
-        Self { config, slots: Mutex::new(HashMap::new()) }
+        Self { config, transport: Transport::default(), slots: Mutex::new(HashMap::new()) }
+    }
+
+    /// How KV may travel.
+    #[must_use]
+    pub const fn with_transport(mut self, transport: Transport) -> Self {
+        self.transport = transport;
+        self
     }
 
     /// The peer at "host:port", connected and compared with. Concurrent callers share one attempt; a failed one is not kept.
@@ -158,31 +183,88 @@ impl Peers {
             .await
             .map_err(|error| lost(crate::channel::describe(&error)))?;
         let identity = &self.config.identity;
+        let probe = match self.transport {
+            Transport::Grpc => Err("it was not asked for".to_owned()),
+            Transport::Auto | Transport::Shm => Probe::new().map_err(|error| error.to_string()),
+        };
         let asked = HandoffClient::new(control.clone());
-        let answer = tokio::time::timeout(HANDSHAKE_TIMEOUT, shake_hands(asked, identity))
+        let offer = probe.as_ref().ok().map(Probe::offer);
+        let answer = tokio::time::timeout(HANDSHAKE_TIMEOUT, shake_hands(asked, identity, offer))
             .await
             .map_err(|_| lost(format!("no handshake within {} s", HANDSHAKE_TIMEOUT.as_secs())))?
             .map_err(|status| refused(address, &status))?;
         let theirs = Answer::decode(answer)?;
         compare(identity, &theirs)
             .map_err(|text| TransferError::Layout(format!("decode worker at {address}: {text}")))?;
+        let shared = match probe {
+            Ok(_) if theirs.shared_memory => Ok(Shared::new()),
+            Ok(_) => Err("the decode worker can't map this worker's memory".to_owned()),
+            Err(why) => Err(why),
+        };
+        let shared = self.settle(address, shared)?;
         let bulk = {
             // Connections do their work on the runtime in which they were made.
             let _entered = self.config.bulk_runtime.enter();
-            bulk_endpoint(&bulk_address(address, theirs.bulk_port))?.connect_lazy()
+            let endpoint = bulk_endpoint(&bulk_address(address, theirs.bulk_port))?;
+            (0..BULK_CONNECTIONS).map(|_| endpoint.connect_lazy()).collect()
         };
-        Ok(Peer { address: address.to_owned(), instance: theirs.instance, control, bulk })
+        let next_bulk = Arc::new(AtomicUsize::new(0));
+        Ok(Peer { address: address.to_owned(), instance: theirs.instance, control, bulk, next_bulk, shared })
+    }
+
+    /// What the two workers agreed on, told in the log.
+    fn settle(
+        &self,
+        address: &str,
+        shared: Result<Arc<Shared>, String>,
+    ) -> Result<Option<Arc<Shared>>, TransferError> {
+        match (shared, self.transport) {
+            (Ok(shared), _) => {
+                tracing::info!(address, "KV goes through shared memory");
+                Ok(Some(shared))
+            }
+            (Err(why), Transport::Shm) => Err(TransferError::Layout(format!(
+                "decode worker at {address}: shared memory is demanded and can't be used: {why}"
+            ))),
+            (Err(why), Transport::Auto | Transport::Grpc) => {
+                tracing::info!(address, why, "KV goes over gRPC");
+                Ok(None)
+            }
+        }
+    }
+}
+
+/// Memory by which the other side finds out whether it sees ours; gone when the answer is there.
+struct Probe {
+    memory: SharedMemory,
+    nonce: [u8; NONCE_BYTES],
+}
+
+impl Probe {
+    fn new() -> std::io::Result<Self> {
+        let mut nonce = [0; NONCE_BYTES];
+        getrandom::fill(&mut nonce).map_err(std::io::Error::other)?;
+        let mut memory = SharedMemory::new(NONCE_BYTES)?;
+        // It fits.
+        let _ = memory.write(0, &nonce);
+        Ok(Self { memory, nonce })
+    }
+
+    fn offer(&self) -> v1::SharedMemory {
+        v1::SharedMemory { path: self.memory.path(), nonce: self.nonce.to_vec().into() }
     }
 }
 
 async fn shake_hands(
     mut client: HandoffClient<Channel>,
     ours: &Identity,
+    shared_memory: Option<v1::SharedMemory>,
 ) -> Result<v1::HandshakeResponse, Status> {
     let asked = v1::HandshakeRequest {
         protocol_version: PROTOCOL_VERSION,
         instance_id: wire::encode_instance(ours.instance),
         layout: Some(wire::encode_layout(&ours.layout)),
+        shared_memory,
     };
     client.handshake(asked).await.map(tonic::Response::into_inner)
 }
@@ -213,17 +295,20 @@ struct Answer {
     instance: InstanceId,
     layout: KvLayout,
     bulk_port: u16,
+    shared_memory: bool,
 }
 
 impl Answer {
     fn decode(answer: v1::HandshakeResponse) -> Result<Self, TransferError> {
-        let v1::HandshakeResponse { protocol_version, instance_id, layout, bulk_port } = answer;
+        let v1::HandshakeResponse { protocol_version, instance_id, layout, bulk_port, shared_memory } =
+            answer;
         Ok(Self {
             protocol_version,
             instance: wire::decode_instance("instance_id", &instance_id)?,
             layout: wire::decode_layout(layout)?,
             bulk_port: u16::try_from(bulk_port)
                 .map_err(|_| TransferError::malformed("bulk_port", format_args!("{bulk_port} is no port")))?,
+            shared_memory,
         })
     }
 }
@@ -238,32 +323,64 @@ fn compare(ours: &Identity, theirs: &Answer) -> Result<(), String> {
     ours.layout.check(&theirs.layout).map_err(|mismatch| mismatch.to_string())
 }
 
-/// A decode worker's answer to a handshake. `bulk_port` is where [`crate::KvStreamService`] is served, 0 for the same port.
+/// [`answer_handshake_over`] with [`Transport::Auto`].
 ///
 /// # Errors
-/// FAILED_PRECONDITION that names both sides, or INVALID_ARGUMENT for a malformed question.
+/// As there.
 pub fn answer_handshake(
     ours: &Identity,
     bulk_port: u16,
     asked: v1::HandshakeRequest,
 ) -> Result<v1::HandshakeResponse, Status> {
-    let v1::HandshakeRequest { protocol_version, instance_id, layout } = asked;
+    answer_handshake_over(Transport::Auto, ours, bulk_port, asked)
+}
+
+/// A decode worker's answer to a handshake. `bulk_port` is where [`crate::KvStreamService`] is served, 0 for the same port.
+///
+/// # Errors
+/// FAILED_PRECONDITION that names both sides, or INVALID_ARGUMENT for a malformed question.
+pub fn answer_handshake_over(
+    transport: Transport,
+    ours: &Identity,
+    bulk_port: u16,
+    asked: v1::HandshakeRequest,
+) -> Result<v1::HandshakeResponse, Status> {
+    let v1::HandshakeRequest { protocol_version, instance_id, layout, shared_memory } = asked;
     let theirs = Answer {
         protocol_version,
         instance: wire::decode_instance("instance_id", &instance_id)?,
         layout: wire::decode_layout(layout)?,
         bulk_port: 0,
+        shared_memory: false,
     };
-    compare(ours, &theirs).map_err(|text| {
-        Status::failed_precondition(format!(
-            "{text} (ours: decode worker {}, theirs: prefill worker {})",
-            ours.instance, theirs.instance
-        ))
-    })?;
+    let parties =
+        format!("(ours: decode worker {}, theirs: prefill worker {})", ours.instance, theirs.instance);
+    compare(ours, &theirs).map_err(|text| Status::failed_precondition(format!("{text} {parties}")))?;
+    let shared_memory = match (transport, shared_memory) {
+        (Transport::Grpc, _) => Err("it is not used here".to_owned()),
+        (_, None) => Err("it was not offered".to_owned()),
+        (_, Some(offer)) => find_probe(&offer),
+    };
+    if let Err(why) = &shared_memory {
+        tracing::info!(prefill_worker = %theirs.instance, why, "KV comes over gRPC, not through shared memory");
+        if transport == Transport::Shm {
+            let text = format!("shared memory is demanded and can't be used: {why} {parties}");
+            return Err(Status::failed_precondition(text));
+        }
+    }
     Ok(v1::HandshakeResponse {
         protocol_version: PROTOCOL_VERSION,
         instance_id: wire::encode_instance(ours.instance),
         layout: Some(wire::encode_layout(&ours.layout)),
         bulk_port: u32::from(bulk_port),
+        shared_memory: shared_memory.is_ok(),
     })
+}
+
+fn find_probe(offer: &v1::SharedMemory) -> Result<(), String> {
+    // Fewer bytes might lie at the beginning of a file by chance.
+    if offer.nonce.len() != NONCE_BYTES {
+        return Err(format!("its nonce has {} bytes, not {NONCE_BYTES}", offer.nonce.len()));
+    }
+    check_nonce(&offer.path, &offer.nonce)
 }

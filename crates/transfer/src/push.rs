@@ -12,9 +12,11 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
+use crate::bulk::{Bulk, Lent};
 use crate::frames::{Frame, MAX_FRAME_BYTES};
-use crate::outgoing::{Blocks, Outgoing, PushCodec, Waits};
+use crate::outgoing::{Blocks, Outgoing, PushCodec, Waits, header};
 use crate::sender::{Next, SenderEvent, Shared};
+use crate::service::PUSH_PATH;
 
 /// Frames between the sender and the encoder; more would only delay a resend.
 const FRAMES_IN_FLIGHT: usize = 2;
@@ -25,7 +27,9 @@ pub(crate) const MAX_MESSAGE_BYTES: usize = MAX_FRAME_BYTES + 4096;
 pub(crate) struct PushTask {
     shared: Arc<Shared>,
     blocks: Arc<Blocks>,
-    channel: Channel,
+    bulk: Bulk,
+    /// Payload of the largest frame.
+    frame_bytes: usize,
     events: mpsc::Sender<SenderEvent>,
 }
 
@@ -35,29 +39,40 @@ enum Ended {
     Delivered,
     Lost(String),
     Refused(Cause, String),
+    /// The destination can't map the stream's shared memory.
+    Unmapped(String),
 }
 
 impl PushTask {
     pub(crate) fn new(
         shared: Arc<Shared>,
         blocks: Arc<Blocks>,
-        channel: Channel,
+        bulk: Bulk,
+        frame_bytes: usize,
         events: mpsc::Sender<SenderEvent>,
     ) -> Self {
-        Self { shared, blocks, channel, events }
+        Self { shared, blocks, bulk, frame_bytes, events }
     }
 
     /// Runs until everything is delivered, refused or fenced.
     pub(crate) async fn run(self) {
         let mut reopened = false;
         while let Some(from) = self.opening().await {
-            match self.stream(from, reopened).await {
+            let lent = self.bulk.ring(self.frame_bytes);
+            let mut ended = self.stream(from, reopened, lent).await;
+            if let Ended::Unmapped(why) = &ended {
+                self.bulk.stop_sharing(why);
+                ended = self.stream(from, reopened, None).await;
+            }
+            match ended {
                 Ended::Fenced => return,
                 Ended::Delivered => return self.tell(SenderEvent::Delivered).await,
                 Ended::Refused(cause, detail) => {
                     return self.tell(SenderEvent::Refused { cause, detail }).await;
                 }
-                Ended::Lost(detail) => self.tell(SenderEvent::Lost { detail }).await,
+                Ended::Lost(detail) | Ended::Unmapped(detail) => {
+                    self.tell(SenderEvent::Lost { detail }).await;
+                }
             }
             reopened = true;
         }
@@ -82,13 +97,30 @@ impl PushTask {
         let _ = self.events.send(event).await;
     }
 
-    async fn stream(&self, from: u64, reopened: bool) -> Ended {
+    /// With a ring, payloads lie in it.
+    async fn stream(&self, from: u64, reopened: bool, lent: Option<Lent>) -> Ended {
         let (frames, outgoing) = mpsc::channel(FRAMES_IN_FLIGHT);
-        let mut link = Link::open(self.channel.clone(), outgoing);
+        let path = lent.as_ref().map(|lent| lent.ring.path());
+        let mut link = Link::open(self.bulk.channel(), outgoing, lent);
         // The queue is empty: this can't fail.
-        let _ = frames.try_send(Outgoing::Opening(self.shared.key));
+        let _ = frames.try_send(Outgoing::opening(&self.shared.key, path));
+        let ended = self.feed(&frames, &mut link, from, reopened).await;
+        if let (Ended::Delivered, Some(lent)) = (&ended, link.lent) {
+            lent.give_back();
+        }
+        ended
+    }
+
+    /// Sends frames and listens to answers until the stream ends.
+    async fn feed(
+        &self,
+        frames: &mpsc::Sender<Outgoing>,
+        link: &mut Link,
+        from: u64,
+        reopened: bool,
+    ) -> Ended {
         let from = match reopened {
-            true => match self.resume(&mut link, from).await {
+            true => match self.resume(link, from).await {
                 Ok(verified) => verified,
                 Err(ended) => return ended,
             },
@@ -101,7 +133,7 @@ impl PushTask {
                 return Ended::Fenced;
             }
             self.shared.catch_up();
-            let next = self.shared.next(index);
+            let next = link.next(self.shared.next(index));
             waits.turn(&next);
             let can_send = matches!(next, Next::New(_) | Next::Again(_));
             tokio::select! {
@@ -111,15 +143,21 @@ impl PushTask {
                 },
                 () = self.shared.progress.changed() => {}
                 permit = frames.reserve(), if can_send => match (permit, next) {
-                    (Ok(permit), Next::New(frame)) => {
-                        permit.send(self.kv(frame, &mut waits));
-                        index += 1;
-                        self.shared.sent(frame.end());
-                    }
-                    (Ok(permit), Next::Again(frame)) => {
-                        permit.send(self.kv(frame, &mut waits));
-                        self.shared.resent();
-                    }
+                    (Ok(permit), Next::New(frame)) => match self.kv(frame, &mut waits, link) {
+                        Ok(message) => {
+                            permit.send(message);
+                            index += 1;
+                            self.shared.sent(frame.end());
+                        }
+                        Err(ended) => return ended,
+                    },
+                    (Ok(permit), Next::Again(frame)) => match self.kv(frame, &mut waits, link) {
+                        Ok(message) => {
+                            permit.send(message);
+                            self.shared.resent();
+                        }
+                        Err(ended) => return ended,
+                    },
                     (Ok(_), Next::Computing | Next::Uncredited | Next::Exhausted) => {}
                     // The transport gave the request up; its status says why.
                     (Err(_), _) => {
@@ -131,8 +169,28 @@ impl PushTask {
         }
     }
 
-    fn kv(&self, frame: Frame, waits: &mut WaitClock) -> Outgoing {
-        Outgoing::Kv { frame, waits: waits.take(), blocks: Arc::downgrade(&self.blocks) }
+    fn kv(&self, frame: Frame, waits: &mut WaitClock, link: &mut Link) -> Result<Outgoing, Ended> {
+        let Some(Lent { ring, .. }) = &mut link.lent else {
+            return Ok(Outgoing::Kv { frame, waits: waits.take(), blocks: Arc::downgrade(&self.blocks) });
+        };
+        let failed = |what: &dyn std::fmt::Display| Ended::Lost(format!("frame {}: {what}", frame.index));
+        let offset = ring.take(frame.len as usize).ok_or_else(|| failed(&"the ring is full"))?;
+        let mut end = offset;
+        let mut fits = true;
+        let read = self.blocks.read(&frame, &mut Vec::new(), |bytes| {
+            fits &= ring.write(end, bytes);
+            end += bytes.len();
+        });
+        let crc32c = read.map_err(|error| failed(&error))?;
+        if !fits {
+            return Err(failed(&"it does not fit into the ring"));
+        }
+        Ok(Outgoing::Message(Box::new(v1::KvFrame {
+            crc32c,
+            shared_offset: offset as u64,
+            shared_len: frame.len,
+            ..header(&frame, waits.take())
+        })))
     }
 
     /// Waits for what the destination has; at least everything before `from`.
@@ -170,6 +228,7 @@ impl PushTask {
                         Ended::Refused(Cause::Protocol, detail)
                     }
                     Code::Aborted => Ended::Refused(Cause::Cancelled, detail),
+                    Code::FailedPrecondition => Ended::Unmapped(detail),
                     // What a broken connection gives, `INTERNAL` among it.
                     _ => Ended::Lost(format!("{}: {detail}", status.code())),
                 })
@@ -212,35 +271,59 @@ impl WaitClock {
     }
 }
 
-/// The call of one stream, and the answers to it.
-enum Link {
+/// One stream: the call, the answers to it, and the ring with its payloads.
+struct Link {
+    call: Call,
+    lent: Option<Lent>,
+}
+
+enum Call {
     Opening(Pin<Box<dyn Future<Output = Result<Streaming<v1::PushProgress>, Status>> + Send>>),
     Open(Box<Streaming<v1::PushProgress>>),
     Closed,
 }
 
 impl Link {
-    fn open(channel: Channel, outgoing: mpsc::Receiver<Outgoing>) -> Self {
-        Self::Opening(Box::pin(async move {
+    fn open(channel: Channel, outgoing: mpsc::Receiver<Outgoing>, lent: Option<Lent>) -> Self {
+        let call = Call::Opening(Box::pin(async move {
             let mut grpc = tonic::client::Grpc::new(channel).max_encoding_message_size(MAX_MESSAGE_BYTES);
             grpc.ready().await.map_err(|error| Status::unavailable(crate::channel::describe(&error)))?;
-            let path = PathAndQuery::from_static("/baton.v1.KvStream/Push");
+            let path = PathAndQuery::from_static(PUSH_PATH);
             let request = tonic::Request::new(ReceiverStream::new(outgoing));
             grpc.streaming(request, path, PushCodec).await.map(tonic::Response::into_inner)
-        }))
+        }));
+        Self { call, lent }
+    }
+
+    /// A frame for which the ring has no room waits as if it had no credit: the destination has not read what was sent.
+    fn next(&self, next: Next) -> Next {
+        match (&self.lent, next) {
+            (Some(lent), Next::New(frame) | Next::Again(frame))
+                if !lent.ring.has_room(frame.len as usize) =>
+            {
+                Next::Uncredited
+            }
+            (_, next) => next,
+        }
     }
 
     /// The next answer; loses nothing when dropped.
     async fn answer(&mut self) -> Result<Option<v1::PushProgress>, Status> {
         loop {
-            match self {
-                Self::Opening(opening) => {
+            match &mut self.call {
+                Call::Opening(opening) => {
                     let opened = opening.as_mut().await;
-                    *self = Self::Closed;
-                    *self = Self::Open(Box::new(opened?));
+                    self.call = Call::Closed;
+                    self.call = Call::Open(Box::new(opened?));
                 }
-                Self::Open(answers) => return answers.message().await,
-                Self::Closed => return Err(Status::unavailable("the stream is closed")),
+                Call::Open(answers) => {
+                    let answer = answers.message().await?;
+                    if let (Some(lent), Some(progress)) = (&mut self.lent, &answer) {
+                        lent.ring.read_up_to(progress.shared_read);
+                    }
+                    return Ok(answer);
+                }
+                Call::Closed => return Err(Status::unavailable("the stream is closed")),
             }
         }
     }

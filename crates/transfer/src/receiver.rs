@@ -10,8 +10,10 @@ use tokio::sync::{mpsc, watch};
 
 use crate::claim::{Entry, News};
 use crate::frames::TokenSpan;
+use crate::ring::RING_BYTES;
+use crate::shared::SharedView;
 use crate::writer::Writer;
-use crate::{BULK_WINDOW_BYTES, MAX_FRAME_BYTES, TransferError};
+use crate::{BULK_WINDOW_BYTES, MAX_FRAME_BYTES, TransferError, Transport};
 
 /// Events of one handoff that wait for its driver; a stream that has more waits.
 const MAX_EVENTS: usize = 16;
@@ -88,6 +90,7 @@ pub struct ReceiveReport {
 #[derive(Clone)]
 pub struct Receivers {
     registry: Arc<Registry>,
+    transport: Transport,
 }
 
 struct Registry {
@@ -110,7 +113,15 @@ pub struct Receiver {
 impl Receivers {
     /// No handoff is granted. At most `max_receivers` are at one time.
     pub fn new(memory: Arc<dyn BlockMemory>, max_receivers: usize) -> Self {
-        Self { registry: Arc::new(Registry { memory, max_receivers, live: Mutex::new(HashMap::new()) }) }
+        let registry = Registry { memory, max_receivers, live: Mutex::new(HashMap::new()) };
+        Self { registry: Arc::new(registry), transport: Transport::default() }
+    }
+
+    /// With [`Transport::Grpc`], a stream whose payloads lie in shared memory is refused.
+    #[must_use]
+    pub fn with_transport(mut self, transport: Transport) -> Self {
+        self.transport = transport;
+        self
     }
 
     /// From now on frames of this handoff are taken.
@@ -161,6 +172,20 @@ impl Receivers {
     /// Whether none is granted.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Maps the memory that a stream names; `None` when it names none.
+    ///
+    /// # Errors
+    /// Why it can't be used, for people.
+    pub(crate) fn view(&self, shared_path: &str) -> Result<Option<SharedView>, String> {
+        if shared_path.is_empty() {
+            return Ok(None);
+        }
+        if self.transport == Transport::Grpc {
+            return Err("shared memory is not used here".to_owned());
+        }
+        SharedView::open(shared_path, RING_BYTES).map(Some)
     }
 
     pub(crate) fn find(&self, key: &HandoffKey) -> Option<Arc<Entry>> {

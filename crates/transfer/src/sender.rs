@@ -10,13 +10,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use baton_handoff::{Cause, HandoffKey};
 use baton_kv::{BlockMemory, ReadLease};
 use tokio::sync::{mpsc, watch};
-use tonic::transport::Channel;
 
+use crate::bulk::Bulk;
 use crate::frames::{Frame, FramePlan, TokenSpan};
 use crate::outgoing::Blocks;
 use crate::progress::Progress;
 use crate::push::PushTask;
-use crate::{FRAME_BYTES, TransferError};
+use crate::{FRAME_BYTES, SHARED_FRAME_BYTES, TransferError};
 
 /// Frames that wait to be sent again; the machine asks for one at a time.
 const MAX_PENDING_RESENDS: usize = 16;
@@ -33,8 +33,8 @@ pub struct SenderConfig {
     pub memory: Arc<dyn BlockMemory>,
     /// What the step loop tells; attached to the sequence before its first step.
     pub progress: Progress,
-    /// The bulk connection, see [`crate::Peer::bulk`].
-    pub channel: Channel,
+    /// Where the bytes go, see [`crate::Peer::bulk`].
+    pub channel: Bulk,
     /// Credit of the grant: a frame is never larger, but always at least one block of one layer.
     pub first_credit: u64,
 }
@@ -120,7 +120,8 @@ struct Work {
 pub fn sender(
     config: SenderConfig,
 ) -> Result<(Sender, impl Future<Output = ()> + Send + use<>), TransferError> {
-    sender_with_frames(config, FRAME_BYTES)
+    let frame_bytes = if config.channel.is_shared() { SHARED_FRAME_BYTES } else { FRAME_BYTES };
+    sender_with_frames(config, frame_bytes)
 }
 
 /// [`sender`] with another bound of a frame's payload, in bytes; for measuring.
@@ -134,6 +135,7 @@ pub fn sender_with_frames(
     let SenderConfig { key, span, lease, memory, progress, channel, first_credit } = config;
     let frame_bytes = usize::try_from(first_credit).unwrap_or(usize::MAX).min(frame_bytes);
     let plan = FramePlan::new(memory.layout(), span, frame_bytes)?;
+    let largest = frame_bytes.max(memory.layout().block_layer_bytes());
     let needed = memory.layout().blocks_for(span.prompt_tokens);
     if lease.len() < needed {
         return Err(TransferError::Protocol(format!(
@@ -159,7 +161,7 @@ pub fn sender_with_frames(
         work: Mutex::new(Work { plan, computed: 0, resends: VecDeque::new(), reopen_from: Some(0) }),
     });
     let blocks = Arc::new(Blocks { memory, lease, key });
-    let task = PushTask::new(Arc::clone(&shared), blocks, channel, events_tx);
+    let task = PushTask::new(Arc::clone(&shared), blocks, channel, largest, events_tx);
     Ok((Sender { shared, news, events, seen: News::default() }, task.run()))
 }
 

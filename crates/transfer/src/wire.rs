@@ -1,8 +1,8 @@
 //! Between wire messages and the values of `kv` and `handoff`. What comes in is checked; what goes out can't fail.
 
 use baton_handoff::{
-    Cause, Commit, DestinationMessage, FinishReason, HandoffKey, InstanceId, RequestId, SampledToken,
-    SourceMessage,
+    Cause, Commit, DestinationMessage, FinishReason, FirstToken, HandoffKey, InstanceId, MAX_SEQUENCES,
+    RequestId, SampledToken, SourceMessage,
 };
 use baton_kv::KvLayout;
 use baton_proto::v1;
@@ -62,6 +62,7 @@ pub const fn encode_cause(cause: Cause) -> v1::Cause {
         Cause::Engine => v1::Cause::Engine,
         Cause::NotNeeded => v1::Cause::NotNeeded,
         Cause::SlowReader => v1::Cause::SlowReader,
+        Cause::Preempted => v1::Cause::Preempted,
     }
 }
 
@@ -112,6 +113,31 @@ pub fn decode_token(field: &str, token: Option<v1::SampledToken>) -> Result<Samp
     Ok(SampledToken { id: token.id, logprob: token.logprob, index: token.index })
 }
 
+/// The first tokens of a group, for the wire.
+pub fn encode_first_tokens(first: &[FirstToken]) -> Vec<v1::FirstToken> {
+    let encode = |first: &FirstToken| v1::FirstToken {
+        sequence: first.sequence,
+        token: Some(encode_token(first.token)),
+        finish: encode_finish(first.finish).into(),
+    };
+    first.iter().map(encode).collect()
+}
+
+/// # Errors
+/// [`TransferError::Protocol`] unless there are 1 to [`MAX_SEQUENCES`], each complete. Their numbers are the machines' to check.
+pub fn decode_first_tokens(field: &str, first: Vec<v1::FirstToken>) -> Result<Vec<FirstToken>> {
+    let num = first.len();
+    if !(1..=MAX_SEQUENCES).contains(&num) {
+        let what = format!("has {num} entries, 1 to {MAX_SEQUENCES} are needed");
+        return Err(TransferError::malformed(field, what));
+    }
+    let decode = |first: v1::FirstToken| {
+        let token = decode_token(field, first.token)?;
+        Ok(FirstToken { sequence: first.sequence, token, finish: decode_finish(first.finish)? })
+    };
+    first.into_iter().map(decode).collect()
+}
+
 /// A layout, for the wire.
 pub fn encode_layout(layout: &KvLayout) -> v1::KvLayout {
     v1::KvLayout {
@@ -153,22 +179,21 @@ pub fn decode_layout(layout: Option<v1::KvLayout>) -> Result<KvLayout> {
 /// What a source says, for the wire.
 pub fn encode_source(message: &SourceMessage) -> v1::SourceMessage {
     use v1::source_message::Message;
-    let message = match *message {
+    let message = match message {
         SourceMessage::Offer { key, source, destination, prompt_tokens } => Message::Offer(v1::Offer {
-            key: Some(encode_key(&key)),
-            source_instance: encode_instance(source),
-            destination_instance: encode_instance(destination),
-            prompt_tokens,
+            key: Some(encode_key(key)),
+            source_instance: encode_instance(*source),
+            destination_instance: encode_instance(*destination),
+            prompt_tokens: *prompt_tokens,
         }),
         SourceMessage::Notice => Message::Notice(v1::Notice {}),
-        SourceMessage::Commit(Commit { first_token, finish, bytes, frames }) => Message::Commit(v1::Commit {
-            first_token: Some(encode_token(first_token)),
-            finish: encode_finish(finish) as i32,
-            bytes,
-            frames,
+        SourceMessage::Commit(Commit { first_tokens, bytes, frames }) => Message::Commit(v1::Commit {
+            first_tokens: encode_first_tokens(first_tokens),
+            bytes: *bytes,
+            frames: *frames,
         }),
         SourceMessage::Abort(cause) => {
-            Message::Abort(v1::Abort { cause: encode_cause(cause) as i32, detail: cause.to_string() })
+            Message::Abort(v1::Abort { cause: encode_cause(*cause) as i32, detail: cause.to_string() })
         }
     };
     v1::SourceMessage { message: Some(message) }
@@ -189,8 +214,7 @@ pub fn decode_source(message: v1::SourceMessage) -> Result<SourceMessage> {
         },
         Message::Notice(v1::Notice {}) => SourceMessage::Notice,
         Message::Commit(commit) => SourceMessage::Commit(Commit {
-            first_token: decode_token("commit.first_token", commit.first_token)?,
-            finish: decode_finish(commit.finish)?,
+            first_tokens: decode_first_tokens("commit.first_tokens", commit.first_tokens)?,
             bytes: commit.bytes,
             frames: commit.frames,
         }),

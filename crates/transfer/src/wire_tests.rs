@@ -19,12 +19,20 @@ fn finish() -> impl Strategy<Value = Option<FinishReason>> {
     proptest::sample::select(vec![None, Some(FinishReason::Stop), Some(FinishReason::Length)])
 }
 
-fn source_message() -> impl Strategy<Value = SourceMessage> {
+fn first_tokens() -> impl Strategy<Value = Vec<FirstToken>> {
     let token = (any::<u32>(), -100.0f32..0.0, any::<u32>()).prop_map(|(id, logprob, index)| SampledToken {
         id,
         logprob,
         index,
     });
+    let tokens = proptest::collection::vec((token, finish()), 1..=MAX_SEQUENCES);
+    (0..1000u32, tokens).prop_map(|(first, tokens)| {
+        let number = |(nth, (token, finish))| FirstToken { sequence: first + nth as u32, token, finish };
+        tokens.into_iter().enumerate().map(number).collect()
+    })
+}
+
+fn source_message() -> impl Strategy<Value = SourceMessage> {
     prop_oneof![
         (key(), any::<[u8; 16]>(), any::<[u8; 16]>(), any::<u32>()).prop_map(
             |(key, source, destination, prompt_tokens)| {
@@ -37,8 +45,8 @@ fn source_message() -> impl Strategy<Value = SourceMessage> {
             }
         ),
         Just(SourceMessage::Notice),
-        (token, finish(), any::<u64>(), any::<u64>()).prop_map(|(first_token, finish, bytes, frames)| {
-            SourceMessage::Commit(Commit { first_token, finish, bytes, frames })
+        (first_tokens(), any::<u64>(), any::<u64>()).prop_map(|(first_tokens, bytes, frames)| {
+            SourceMessage::Commit(Commit { first_tokens, bytes, frames })
         }),
         cause().prop_map(SourceMessage::Abort),
     ]
@@ -105,7 +113,7 @@ fn every_cause_has_its_own_number_and_no_other_number_is_one() {
         assert_eq!(decode_cause(encode_cause(cause) as i32), Ok(cause));
         assert_eq!(encode_cause(cause).as_str_name(), format!("CAUSE_{}", cause.name().to_uppercase()));
     }
-    for number in [0, -1, 17, i32::MAX] {
+    for number in [0, -1, 18, i32::MAX] {
         assert!(decode_cause(number).is_err(), "{number}");
     }
     assert!(decode_finish(7).is_err());
@@ -123,8 +131,18 @@ fn what_is_malformed_is_named() {
     says(decode_key(Some(short)).map(drop), "key.request: 16 bytes are needed, got 5");
     says(decode_source(v1::SourceMessage { message: None }).map(drop), "message: is empty or unknown");
     says(decode_destination(v1::DestinationMessage { message: None }).map(drop), "message: is empty");
-    let commit = v1::source_message::Message::Commit(v1::Commit::default());
-    says(decode_source(v1::SourceMessage { message: Some(commit) }).map(drop), "commit.first_token");
+    let commit = |num: u32| {
+        let token = Some(v1::SampledToken::default());
+        let first = |sequence| v1::FirstToken { sequence, token, finish: 0 };
+        let first_tokens = (0..num).map(first).collect();
+        let message = v1::source_message::Message::Commit(v1::Commit { first_tokens, ..Default::default() });
+        decode_source(v1::SourceMessage { message: Some(message) }).map(drop)
+    };
+    commit(16).unwrap();
+    says(commit(0), "commit.first_tokens: has 0 entries, 1 to 16 are needed");
+    says(commit(17), "commit.first_tokens: has 17 entries");
+    let bare = vec![v1::FirstToken::default()];
+    says(decode_first_tokens("commit.first_tokens", bare).map(drop), "commit.first_tokens: is absent");
     let offer = v1::source_message::Message::Offer(v1::Offer {
         key: Some(v1::HandoffKey { request: Bytes::from_static(&[0; 16]), group: 0, attempt: 0 }),
         ..v1::Offer::default()

@@ -8,13 +8,16 @@ use baton_handoff::HandoffKey;
 use baton_kv::{BlockMemory, BlockSlice, MemoryError, WriteLease};
 use baton_proto::v1;
 
+use crate::checksum;
 use crate::coverage::{Coverage, Covered, TooManyGaps};
 use crate::frames::{Frame, MAX_FRAME_BYTES, TokenSpan};
 use crate::outgoing::header_crc;
+use crate::payload::Payload;
 use crate::receiver::ReceiveReport;
+use crate::shared::SharedView;
 
-/// Bytes that are verified and copied before others on this thread get their turn.
-const SLICE_BYTES: usize = 64 * 1024;
+/// Bytes that are verified and copied before others on this thread get their turn; a turn costs a look at the sockets.
+const SLICE_BYTES: usize = 256 * 1024;
 
 pub(crate) struct Writer {
     key: HandoffKey,
@@ -25,6 +28,10 @@ pub(crate) struct Writer {
     pub(crate) report: ReceiveReport,
     /// When the frame before was done with.
     mark: Option<Instant>,
+    /// Bytes since others had their turn.
+    unyielded: usize,
+    /// Where shared bytes are copied to, summed, and copied on.
+    scratch: Vec<u8>,
 }
 
 /// What became of a frame.
@@ -53,7 +60,8 @@ impl Writer {
         let layout = memory.layout();
         let num_blocks = layout.blocks_for(span.prompt_tokens) - span.skip_tokens / layout.block_size;
         let coverage = Coverage::new(layout.num_layers, num_blocks);
-        Self { key, memory, lease, span, coverage, report: ReceiveReport::default(), mark: None }
+        let report = ReceiveReport::default();
+        Self { key, memory, lease, span, coverage, report, mark: None, unyielded: 0, scratch: Vec::new() }
     }
 
     /// Bytes of the whole stream.
@@ -75,10 +83,16 @@ impl Writer {
     }
 
     /// Takes one frame. Bytes are written as they are summed; they count, and so become visible, only if the sum is right.
-    /// Verified blocks are never written again.
-    pub(crate) async fn accept(&mut self, message: v1::KvFrame) -> Result<Outcome, Fault> {
+    /// Verified blocks are never written again. `view` is the stream's shared memory, if it has one.
+    pub(crate) async fn accept(
+        &mut self,
+        message: v1::KvFrame,
+        view: Option<&SharedView>,
+    ) -> Result<Outcome, Fault> {
         let arrived = Instant::now();
-        let frame = self.check(&message)?;
+        let payload = Payload::find(&message, view)
+            .map_err(|what| Fault::Protocol(format!("frame {}: {what}", message.index)))?;
+        let frame = self.check(&message, payload.len())?;
         if self.lease.is_fenced() {
             return Err(Fault::Fenced);
         }
@@ -94,7 +108,7 @@ impl Writer {
                     frame.index
                 )));
             }
-            Covered::Nothing if self.write(&frame, &message.payload).await? == message.crc32c => {
+            Covered::Nothing if self.write(&frame, &payload).await? == message.crc32c => {
                 self.verified_frame(&frame)?;
                 Outcome::Verified
             }
@@ -143,12 +157,12 @@ impl Writer {
     }
 
     /// Every field against the bounds of the handoff.
-    fn check(&self, message: &v1::KvFrame) -> Result<Frame, Fault> {
+    fn check(&self, message: &v1::KvFrame, len: usize) -> Result<Frame, Fault> {
         let layout = self.memory.layout();
         let index = message.index;
         let fault = |what: String| Err(Fault::Protocol(format!("frame {index}: {what}")));
         let (first, num_blocks) = (message.first_block as usize, message.num_blocks as usize);
-        let (len, tail) = (message.payload.len(), message.tail_tokens as usize);
+        let tail = message.tail_tokens as usize;
         let skipped = self.span.skip_tokens / layout.block_size;
         let full_blocks = self.span.prompt_tokens / layout.block_size;
         let max_frames = layout.num_layers as u64 * layout.blocks_for(self.span.prompt_tokens) as u64;
@@ -200,27 +214,26 @@ impl Writer {
         })
     }
 
-    /// Writes and sums in slices, and returns the sum.
-    async fn write(&self, frame: &Frame, payload: &[u8]) -> Result<u32, Fault> {
+    /// Writes and sums block by block, and returns the sum. What is summed is what is written.
+    async fn write(&mut self, frame: &Frame, payload: &Payload<'_>) -> Result<u32, Fault> {
         let mut crc = header_crc(&self.key, frame);
-        let mut unyielded = 0;
-        let first = frame.first_block as usize;
+        let (layer, first) = (frame.layer as usize, frame.first_block as usize);
+        let no_part = || Fault::Protocol(format!("frame {}: its payload is too short", frame.index));
         if frame.tail_tokens > 0 {
-            crc = crc32c::crc32c_append(crc, payload);
-            let num_tokens = frame.tail_tokens as usize;
-            let at = BlockSlice { layer: frame.layer as usize, nth: first, num_tokens };
-            self.memory.scatter(&self.lease, at, payload).map_err(fault)?;
-            return Ok(crc);
+            let bytes = payload.part(0..payload.len(), &mut self.scratch).ok_or_else(no_part)?;
+            let at = BlockSlice { layer, nth: first, num_tokens: frame.tail_tokens as usize };
+            self.memory.scatter(&self.lease, at, bytes).map_err(fault)?;
+            return Ok(checksum::append(crc, bytes));
         }
         let block_bytes = self.memory.layout().block_layer_bytes();
-        for (block, nth) in payload.chunks_exact(block_bytes).zip(first..) {
-            for slice in block.chunks(SLICE_BYTES) {
-                crc = crc32c::crc32c_append(crc, slice);
-            }
-            self.memory.write(&self.lease, frame.layer as usize, nth, block).map_err(fault)?;
-            unyielded += block_bytes;
-            if unyielded + block_bytes > SLICE_BYTES {
-                unyielded = 0;
+        for nth in 0..frame.num_blocks as usize {
+            let part = nth * block_bytes..(nth + 1) * block_bytes;
+            let block = payload.part(part, &mut self.scratch).ok_or_else(no_part)?;
+            crc = checksum::append(crc, block);
+            self.memory.write(&self.lease, layer, first + nth, block).map_err(fault)?;
+            self.unyielded += block_bytes;
+            if self.unyielded >= SLICE_BYTES {
+                self.unyielded = 0;
                 tokio::task::yield_now().await;
             }
         }
@@ -295,7 +308,7 @@ mod tests {
             ..v1::KvFrame::default()
         };
         let bytes = frame.payload.len();
-        let mut taken = pin!(writer.accept(frame));
+        let mut taken = pin!(writer.accept(frame, None));
         let mut turns = 1;
         // Outside a runtime a yield wakes at once and is pending once.
         while taken.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {

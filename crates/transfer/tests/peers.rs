@@ -11,7 +11,8 @@ use baton_kv::KvLayout;
 use baton_proto::v1;
 use baton_proto::v1::handoff_server::{Handoff, HandoffServer};
 use baton_transfer::{
-    Identity, Peers, PeersConfig, TransferError, answer_handshake, control_server_builder, open_control, wire,
+    Identity, Peers, PeersConfig, TransferError, Transport, answer_handshake, answer_handshake_over,
+    control_server_builder, open_control, wire,
 };
 use support::{PATIENCE, instance, key, layout};
 use tokio::net::TcpListener;
@@ -23,7 +24,7 @@ use tonic::{Request, Response, Status, Streaming};
 /// A decode worker that answers handshakes, and on a control stream the offer with `Busy`, then with what else it hears as an abort.
 struct Worker {
     identity: Identity,
-    bulk_port: u16,
+    transport: Transport,
     handshakes: Arc<AtomicUsize>,
 }
 
@@ -36,7 +37,8 @@ impl Handoff for Worker {
         request: Request<v1::HandshakeRequest>,
     ) -> Result<Response<v1::HandshakeResponse>, Status> {
         self.handshakes.fetch_add(1, Ordering::SeqCst);
-        answer_handshake(&self.identity, self.bulk_port, request.into_inner()).map(Response::new)
+        let asked = request.into_inner();
+        answer_handshake_over(self.transport, &self.identity, 4321, asked).map(Response::new)
     }
 
     async fn control(
@@ -69,14 +71,20 @@ struct Running {
 }
 
 async fn start_at(address: SocketAddr, instance: InstanceId, layout: KvLayout) -> Running {
+    start_over(Transport::Auto, address, instance, layout).await
+}
+
+async fn start_over(
+    transport: Transport,
+    address: SocketAddr,
+    instance: InstanceId,
+    layout: KvLayout,
+) -> Running {
     let listener = TcpListener::bind(address).await.unwrap();
     let address = listener.local_addr().unwrap();
     let handshakes = Arc::new(AtomicUsize::new(0));
-    let worker = Worker {
-        identity: Identity { instance, layout },
-        bulk_port: 4321,
-        handshakes: Arc::clone(&handshakes),
-    };
+    let worker =
+        Worker { identity: Identity { instance, layout }, transport, handshakes: Arc::clone(&handshakes) };
     let task = tokio::spawn(async move {
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         let server = control_server_builder().add_service(HandoffServer::new(worker));
@@ -158,10 +166,11 @@ fn an_older_protocol_is_refused() {
         protocol_version: baton_proto::PROTOCOL_VERSION + 1,
         instance_id: wire::encode_instance(instance(1)),
         layout: Some(wire::encode_layout(&identity.layout)),
+        shared_memory: None,
     };
     let status = answer_handshake(&identity, 0, asked.clone()).unwrap_err();
     assert_eq!(status.code(), tonic::Code::FailedPrecondition);
-    assert!(status.message().contains("protocol version: ours is 1, theirs is 2"), "{status}");
+    assert!(status.message().contains("protocol version: ours is 2, theirs is 3"), "{status}");
     let status = answer_handshake(&identity, 0, v1::HandshakeRequest { layout: None, ..asked }).unwrap_err();
     assert_eq!(status.code(), tonic::Code::InvalidArgument);
 }
@@ -222,7 +231,7 @@ async fn a_control_stream_carries_both_ways_and_tells_its_end() {
         destination: instance(2),
         prompt_tokens: 77,
     };
-    let mut control = open_control(&peer, offer).await.unwrap();
+    let mut control = open_control(&peer, offer.clone()).await.unwrap();
     assert_eq!(control.next().await, Ok(Some(DestinationMessage::Busy { retry_after_ms: 77 })));
     control.send(&SourceMessage::Abort(Cause::Cancelled)).await.unwrap();
     assert_eq!(control.next().await, Ok(Some(DestinationMessage::Aborted { committed: false })));
@@ -233,4 +242,95 @@ async fn a_control_stream_carries_both_ways_and_tells_its_end() {
     process.shutdown_background();
     let error = open_control(&peer, offer).await.map(drop).unwrap_err();
     assert_eq!(error.cause(), Cause::PeerLost);
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn shared_memory_is_used_when_both_allow_it_and_demanded_only_in_vain() {
+    use Transport::{Auto, Grpc, Shm};
+    for (ours, theirs, expected) in [
+        (Auto, Auto, Ok(Shm)),
+        (Auto, Grpc, Ok(Grpc)),
+        (Grpc, Auto, Ok(Grpc)),
+        (Shm, Shm, Ok(Shm)),
+        (Shm, Grpc, Err("can't map this worker's memory")),
+        (Grpc, Shm, Err("it was not offered")),
+    ] {
+        let worker =
+            start_over(theirs, "127.0.0.1:0".parse().unwrap(), instance(2), layout(2, 1, 8, 16)).await;
+        let peers = peers(4).with_transport(ours);
+        let met = peers.get(&worker.address.to_string(), instance(2)).await;
+        match expected {
+            Ok(transport) => {
+                let peer = met.unwrap();
+                assert_eq!((peer.transport(), peer.bulk().transport()), (transport, transport));
+            }
+            Err(text) => {
+                let error = met.unwrap_err();
+                assert_eq!(error.cause(), Cause::Layout, "{error}");
+                assert!(error.to_string().contains(text), "{error}");
+            }
+        }
+    }
+}
+
+/// Keeps what is logged on this thread.
+#[derive(Clone, Default)]
+struct Lines(Arc<std::sync::Mutex<String>>);
+
+impl tracing::Subscriber for Lines {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        struct Write<'a>(&'a mut String);
+        impl tracing::field::Visit for Write<'_> {
+            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                self.0.push_str(&format!("{}={value:?} ", field.name()));
+            }
+        }
+        event.record(&mut Write(&mut self.0.lock().unwrap()));
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_nonce_that_is_not_found_means_grpc_and_a_line_in_the_log() {
+    let identity = Identity { instance: instance(2), layout: layout(2, 1, 8, 16) };
+    let offers = [
+        ("/proc/4294967295/fd/3", 16, "No such file"),
+        ("/proc/self/exe", 16, "no path of shared memory"),
+        ("/proc/4294967295/fd/3", 3, "its nonce has 3 bytes"),
+    ];
+    for (path, nonce, text) in offers {
+        let shared_memory = v1::SharedMemory { path: path.to_owned(), nonce: vec![7; nonce].into() };
+        let asked = v1::HandshakeRequest {
+            protocol_version: baton_proto::PROTOCOL_VERSION,
+            instance_id: wire::encode_instance(instance(1)),
+            layout: Some(wire::encode_layout(&identity.layout)),
+            shared_memory: Some(shared_memory),
+        };
+        let lines = Lines::default();
+        let answer = tracing::subscriber::with_default(lines.clone(), || {
+            answer_handshake(&identity, 0, asked.clone()).unwrap()
+        });
+        assert!(!answer.shared_memory);
+        let said = lines.0.lock().unwrap().clone();
+        assert!(said.contains("KV comes over gRPC") && said.contains(text), "{said}");
+        let error = answer_handshake_over(Transport::Shm, &identity, 0, asked).unwrap_err();
+        assert!(error.message().contains("demanded"), "{error}");
+    }
 }

@@ -4,15 +4,13 @@ mod support;
 
 use std::time::Duration;
 
-use baton_handoff::{Cause, HandoffKey};
+use baton_handoff::Cause;
 use baton_kv::{BlockTable, KvLayout};
 use baton_proto::v1;
-use baton_proto::v1::kv_stream_client::KvStreamClient;
 use baton_transfer::{Grant, Receiver, ReceiverEvent, TokenSpan, TransferError, wire};
+use support::by_hand::{Stream, opening, seal};
 use support::{Destination, PATIENCE, Rng, key, layout};
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Code, Status, Streaming};
+use tonic::Code;
 
 /// Three blocks of 16 tokens are skipped, then two whole ones and 5 tokens follow.
 const SPAN: TokenSpan = TokenSpan { prompt_tokens: 85, skip_tokens: 48 };
@@ -32,57 +30,6 @@ async fn setup() -> Setup {
     let table = destination.reserve(SPAN, &mut Rng(3));
     let receiver = destination.grant(key(1), SPAN, &table);
     Setup { destination, receiver, table }
-}
-
-/// A Push stream, opened for a key.
-struct Stream {
-    frames: mpsc::Sender<v1::KvFrame>,
-    answers: Streaming<v1::PushProgress>,
-}
-
-impl Stream {
-    async fn open(destination: &Destination, opening: v1::KvFrame) -> Result<Self, Status> {
-        let (frames, outgoing) = mpsc::channel(8);
-        frames.try_send(opening).unwrap();
-        let mut client = KvStreamClient::new(destination.channel());
-        let answers = client.push(ReceiverStream::new(outgoing)).await?.into_inner();
-        Ok(Self { frames, answers })
-    }
-
-    async fn send(&self, frame: v1::KvFrame) {
-        // A stream that has ended says why in its answers.
-        let _ = self.frames.send(frame).await;
-    }
-
-    async fn answer(&mut self) -> Result<Option<v1::PushProgress>, Status> {
-        tokio::time::timeout(PATIENCE, self.answers.message()).await.expect("no answer")
-    }
-}
-
-fn opening(key: HandoffKey) -> v1::KvFrame {
-    v1::KvFrame { key: Some(wire::encode_key(&key)), ..v1::KvFrame::default() }
-}
-
-/// The sum as transfer.proto defines it, bit by bit.
-fn seal(key: &HandoffKey, mut frame: v1::KvFrame) -> v1::KvFrame {
-    let mut bytes = key.request.0.to_vec();
-    bytes.extend(key.group.to_le_bytes());
-    bytes.extend(key.attempt.to_le_bytes());
-    bytes.extend(frame.index.to_le_bytes());
-    bytes.extend(frame.offset.to_le_bytes());
-    for field in [frame.layer, frame.first_block, frame.num_blocks, frame.tail_tokens] {
-        bytes.extend(field.to_le_bytes());
-    }
-    bytes.extend(&frame.payload);
-    let mut crc = !0u32;
-    for byte in bytes {
-        crc ^= u32::from(byte);
-        for _ in 0..8 {
-            crc = if crc & 1 == 1 { crc >> 1 ^ 0x82F6_3B78 } else { crc >> 1 };
-        }
-    }
-    frame.crc32c = !crc;
-    frame
 }
 
 /// The handoff's frames: for each layer two whole blocks, then the tail. Payload bytes tell their frame.
@@ -133,7 +80,10 @@ async fn frames_built_by_hand_fill_the_blocks() {
         stream.send(frame).await;
     }
     let whole = SPAN.bytes(&kv_layout());
-    assert_eq!(stream.answer().await.unwrap(), Some(v1::PushProgress { bytes: whole, frames: 4 }));
+    assert_eq!(
+        stream.answer().await.unwrap(),
+        Some(v1::PushProgress { bytes: whole, frames: 4, shared_read: 0 })
+    );
     assert_eq!(stream.answer().await.unwrap(), None, "the stream ends well");
     let events = rest(&mut receiver).await;
     assert_eq!(events.last(), Some(&ReceiverEvent::WriterEnded));
@@ -326,7 +276,10 @@ async fn a_newer_stream_takes_over_and_is_told_what_is_verified() {
     older.send(good[0].clone()).await;
     assert_eq!(next(&mut receiver).await, Some(ReceiverEvent::Verified { bytes: 1024 }));
     let mut newer = Stream::open(&destination, opening(key(1))).await.unwrap();
-    assert_eq!(newer.answer().await.unwrap(), Some(v1::PushProgress { bytes: 1024, frames: 1 }));
+    assert_eq!(
+        newer.answer().await.unwrap(),
+        Some(v1::PushProgress { bytes: 1024, frames: 1, shared_read: 0 })
+    );
     older.send(good[1].clone()).await;
     assert_eq!(older.answer().await.unwrap_err().code(), Code::Aborted);
     for frame in &good[1..] {

@@ -291,16 +291,23 @@ async fn a_credit_window_takes_a_block_and_all_windows_fit_the_connection() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn however_a_transfer_ends_the_blocks_return() {
+    for over_shared_memory in [false, true] {
+        transfers_end(over_shared_memory).await;
+    }
+}
+
+async fn transfers_end(over_shared_memory: bool) {
     let layout = layout(6, 2, 64, 16);
     let destination = Destination::start(&layout, 30).await;
     for seed in 0..60 {
-        println!("seed {seed}");
+        println!("seed {seed}, shared memory: {over_shared_memory}");
         let rng = &mut Rng(seed);
         let origin = Origin::new(&layout, SPAN, rng);
         let table = destination.reserve(SPAN, rng);
         let mut receiver = destination.grant(key(1), SPAN, &table);
         let mut driver = Driver::new(64 * 1024, SPAN.bytes(&layout));
-        let mut sender = origin.sender(key(1), SPAN, destination.channel(), driver.credit);
+        let bulk = if over_shared_memory { destination.shared() } else { destination.channel().into() };
+        let mut sender = origin.sender(key(1), SPAN, bulk, driver.credit);
         let steps = origin.compute(SPAN, vec![1, 3], Duration::from_micros(20));
         let moment = Duration::from_micros(rng.range(0..6000) as u64);
         // The driver is cut off somewhere, perhaps when all is done.

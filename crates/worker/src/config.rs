@@ -77,10 +77,27 @@ pub struct WorkerConfig {
           value_parser = clap::value_parser!(u32).range(16..=65536))]
     pub max_step_tokens: u32,
 
+    /// Expected time of a step that computes prompts, at most, in milliseconds, 1 to 60000: with a long context a chunk is shorter
+    /// than --max-step-tokens
+    #[arg(long, env = "BATON_MAX_STEP_MS", value_name = "MS", default_value_t = 500,
+          value_parser = clap::value_parser!(u32).range(1..=60000))]
+    pub max_step_ms: u32,
+
+    /// Spend at least 1/N s on every token computed, so that a small model takes the time of a large one, 0.001 to 1e9
+    /// [default: as fast as it can]
+    #[arg(long, env = "BATON_PACE_TOKENS_PER_S", value_name = "N", value_parser = pace)]
+    pub pace_tokens_per_s: Option<f64>,
+
     /// Keep the KV of full blocks after their sequence ended, and use it again for prompts that begin the same: on or off
-    #[arg(long, env = "BATON_PREFIX_CACHE", value_name = "on|off", default_value = "off", value_parser = on_off,
+    #[arg(long, env = "BATON_PREFIX_CACHE", value_name = "on|off", default_value = "on", value_parser = on_off,
           action = clap::ArgAction::Set)]
     pub prefix_cache: bool,
+
+    /// How KV travels to a decode worker: 'auto' through shared memory within a host and over gRPC elsewhere, 'grpc' always so,
+    /// 'shm' through shared memory only: workers of another host are refused
+    #[arg(long, env = "BATON_KV_TRANSPORT", value_name = "NAME", default_value = "auto",
+          value_parser = ["auto", "grpc", "shm"])]
+    pub kv_transport: String,
 
     /// CPU kernels: auto, avx512, avx2 or portable
     #[arg(long, env = "BATON_ISA", value_name = "NAME", default_value = "auto",
@@ -100,6 +117,13 @@ fn block_size(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(size @ 16..=256) if usize::is_power_of_two(size) => Ok(size),
         _ => Err("a power of two from 16 to 256".to_owned()),
+    }
+}
+
+fn pace(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if (0.001..=1e9).contains(&rate) => Ok(rate),
+        _ => Err(format!("'{text}' is no number from 0.001 to 1e9")),
     }
 }
 
@@ -191,6 +215,7 @@ mod tests {
         let config = parse(&[]).unwrap();
         assert!(config.listen.ip().is_loopback());
         assert_eq!((config.block_size, config.kv_dtype), (16, KvDtype::F16));
+        assert!(config.prefix_cache && !parse(&["--prefix-cache=off"]).unwrap().prefix_cache);
         assert_eq!(config.drain_timeout, Duration::from_secs(5));
         assert!(config.num_threads() >= 1);
     }
@@ -215,6 +240,7 @@ mod tests {
             (vec!["--max-num-seqs", "0"], "--max-num-seqs"),
             (vec!["--max-num-seqs", "600"], "--max-step-tokens"),
             (vec!["--block-size", "64", "--max-step-tokens", "32"], "--max-step-tokens"),
+            (vec!["--max-step-ms", "0"], "--max-step-ms"),
             (vec!["--drain-timeout=-1"], "--drain-timeout"),
             (vec!["--listen", "localhost"], "--listen"),
         ] {

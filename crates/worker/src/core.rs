@@ -10,6 +10,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tonic::Status;
 
+use crate::links::LinkRates;
 use crate::state::{Lifecycle, State};
 use crate::steps::StepHandle;
 use crate::{Clock, WorkerConfig};
@@ -28,6 +29,8 @@ pub struct Core {
     pub lifecycle: Lifecycle,
     /// What it counts.
     pub metrics: WorkerMetrics,
+    /// How fast KV moves from here to others.
+    pub links: LinkRates,
     /// The thread for KV in bulk.
     pub bulk: Handle,
     pub(crate) loaded: OnceLock<Loaded>,

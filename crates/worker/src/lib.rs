@@ -1,9 +1,10 @@
 //! Owns what both kinds of worker share: options and limits of the machine, the step loop that owns scheduler and
-//! engine, threads, identity, the `Worker` service with its status stream, health, metrics, and draining.
+//! engine, threads, identity, the `Worker` service with its status and cache streams, health, metrics, and draining.
 //!
 //! Must never know what a handoff is for, how KV is framed, or which role it serves beyond its name: the role crates bring their
 //! services and drive the machines.
 
+mod cache_stream;
 mod clock;
 mod config;
 mod core;
@@ -11,8 +12,10 @@ mod cpus;
 mod error;
 mod identity;
 mod limits;
+mod links;
 mod load;
 mod memory_plan;
+mod pace;
 mod requests;
 mod server;
 mod service;
@@ -21,6 +24,7 @@ mod state;
 mod steps;
 mod threads;
 
+pub use cache_stream::MAX_CACHE_WATCHERS;
 pub use clock::Clock;
 pub use config::WorkerConfig;
 pub use core::{Core, Leg, Loaded, RequestLimits};
@@ -28,15 +32,16 @@ pub use cpus::CpuList;
 pub use error::WorkerError;
 pub use identity::new_instance_id;
 pub use limits::{cpu_quota, memory_available_bytes, memory_limit_bytes};
+pub use links::{LinkRates, MAX_LINKS};
 pub use load::Scheduling;
 pub use memory_plan::{DEFAULT_SHARE, DEFAULT_TOKENS_PER_SEQUENCE, MemoryNeed, MemoryPlan};
-pub use requests::{LegRequest, MAX_STOP_TOKENS, WireLeg};
+pub use requests::{LegRequest, MAX_PRIORITY, MAX_STOP_TOKENS, WireLeg};
 pub use server::{Running, Setup, start};
 pub use service::{HEARTBEAT, MAX_WATCHERS};
 pub use size::ByteSize;
 pub use state::{Lifecycle, State};
 pub use steps::{
-    Built, LayerSink, Load, Sequence, SequenceEvent, Stamped, StepHandle, StepThread, StepThreadOptions,
-    Submission, refusal_cause,
+    Built, CacheView, LayerSink, Load, Sequence, SequenceEvent, Stamped, StepHandle, StepRates, StepThread,
+    StepThreadOptions, Submission, refusal_cause,
 };
 pub use threads::Niceness;

@@ -4,12 +4,13 @@
 use std::time::Instant;
 
 use baton_engine::{CpuEngine, CpuEngineConfig, EngineBuildError, Isa, Precision};
-use baton_kv::{BlockMemory, BlockPool, KvLayout};
+use baton_kv::{BlockMemory, BlockPool};
 use baton_model::{Model, ModelConfig, ModelName, NoProgress, ResolveOptions};
-use baton_scheduler::{Scheduler, SchedulerConfig};
+use baton_scheduler::{Engine, Scheduler, SchedulerConfig};
 
 use crate::core::{Loaded, RequestLimits};
 use crate::memory_plan::{MemoryNeed, MemoryPlan};
+use crate::pace::PacedEngine;
 use crate::size::ByteSize;
 use crate::steps::{Built, StepHandle};
 use crate::{WorkerConfig, WorkerError};
@@ -62,7 +63,7 @@ pub(crate) fn load(
     engine_config.num_blocks = plan.num_blocks;
     let (engine, arena) = CpuEngine::new(&model, engine_config).map_err(refused)?;
     let pool = BlockPool::new(plan.num_blocks);
-    let cache_salt = config.prefix_cache.then(|| cache_salt(arena.layout()));
+    let cache_salt = config.prefix_cache.then(|| arena.layout().cache_salt());
     let scheduler_config = SchedulerConfig { cache_salt, ..scheduler_config(config, scheduling, context) };
     scheduler_config.check().map_err(|reason| WorkerError::config("scheduling options", reason))?;
     let scheduler = Scheduler::new(scheduler_config, pool.clone());
@@ -86,7 +87,11 @@ pub(crate) fn load(
     );
     let name = model.config.name.clone();
     let loaded = Loaded { steps: steps.clone(), pool, memory: arena, model: name, limits };
-    Ok((Built { engine: Box::new(engine), scheduler }, loaded))
+    let engine: Box<dyn Engine> = match config.pace_tokens_per_s {
+        Some(rate) => Box::new(PacedEngine::new(engine, rate)),
+        None => Box::new(engine),
+    };
+    Ok((Built { engine, scheduler }, loaded))
 }
 
 fn open_model(config: &WorkerConfig) -> Result<Model, WorkerError> {
@@ -154,14 +159,10 @@ fn scheduler_config(config: &WorkerConfig, scheduling: &Scheduling, context: usi
         max_receiving_share: scheduling.max_receiving_share,
         ageing_tokens_per_s: scheduling.ageing_tokens_per_s,
         cache_salt: None,
+        // The step loop fits it.
+        step_cost: None,
+        max_step_ms: f64::from(config.max_step_ms),
     }
-}
-
-/// Everything besides tokens that KV depends on. The digest's length is fixed and types have no zero byte in their names, so
-/// different layouts never give the same salt.
-fn cache_salt(layout: &KvLayout) -> Vec<u8> {
-    let dtype = layout.dtype.to_string();
-    [&layout.model_digest[..], dtype.as_bytes(), &[0], layout.numerics_id.as_bytes()].concat()
 }
 
 fn refused(error: EngineBuildError) -> WorkerError {
@@ -170,35 +171,5 @@ fn refused(error: EngineBuildError) -> WorkerError {
         EngineBuildError::OutOfMemory { .. } => WorkerError::Memory(error.to_string()),
         EngineBuildError::IsaUnavailable { .. } => WorkerError::config("--isa", error.to_string()),
         other => WorkerError::Engine(other.to_string()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use baton_kv::KvDtype;
-
-    use super::*;
-
-    #[test]
-    fn a_salt_tells_apart_whatever_kv_depends_on() {
-        let layout = |digest, dtype, numerics: &str| KvLayout {
-            model_digest: [digest; 32],
-            num_layers: 2,
-            num_kv_heads: 1,
-            head_dim: 16,
-            block_size: 16,
-            dtype,
-            arrangement: String::new(),
-            numerics_id: numerics.to_owned(),
-        };
-        let salts = [
-            cache_salt(&layout(1, KvDtype::F16, "a")),
-            cache_salt(&layout(2, KvDtype::F16, "a")),
-            cache_salt(&layout(1, KvDtype::F32, "a")),
-            cache_salt(&layout(1, KvDtype::F16, "b")),
-        ];
-        let different: std::collections::HashSet<_> = salts.iter().collect();
-        assert_eq!(different.len(), salts.len());
-        assert_eq!(salts[0], cache_salt(&layout(1, KvDtype::F16, "a")));
     }
 }

@@ -1,8 +1,9 @@
 //! What a worker checks of a request before anything is held for it. Routers check too; a worker trusts none.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use baton_handoff::{HandoffKey, RequestId};
+use baton_handoff::{HandoffKey, MAX_SEQUENCES, RequestId};
 use baton_proto::v1;
 use baton_scheduler::{Origin, SamplingParams};
 use tonic::Status;
@@ -11,6 +12,15 @@ use crate::{LayerSink, RequestLimits, Submission};
 
 /// Stop tokens of a request, at most.
 pub const MAX_STOP_TOKENS: usize = 128;
+
+/// Priorities of requests are from minus this to this.
+pub const MAX_PRIORITY: i32 = 100;
+
+/// Greatest age of a request.
+const MAX_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// Longest time that a request may have left.
+const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
 /// The parts of a Prefill or Decode call that both have, on the wire.
 pub struct WireLeg {
@@ -24,6 +34,8 @@ pub struct WireLeg {
     pub stopping: Option<v1::Stopping>,
     /// Tokens at the prompt's end that were generated in earlier attempts.
     pub num_generated: u32,
+    /// What else is known of the request; absent: one sequence of a new request without preference.
+    pub terms: Option<v1::Terms>,
 }
 
 /// The same, checked.
@@ -41,6 +53,20 @@ pub struct LegRequest {
     pub stop_tokens: Vec<u32>,
     /// Tokens at the prompt's end that were generated in earlier attempts; fewer than the prompt has.
     pub num_generated: u32,
+    /// Sequences to generate, 1 to [`MAX_SEQUENCES`]; more than one only without tokens generated earlier.
+    pub num_sequences: u32,
+    /// Number of the first within the request; all of them are below [`MAX_SEQUENCES`].
+    pub first_sequence: u32,
+    /// How long ago the router accepted the request.
+    pub age: Duration,
+    /// From minus [`MAX_PRIORITY`] to [`MAX_PRIORITY`]; a lower one is served earlier.
+    pub priority: i32,
+    /// Whether its blocks are looked up in, and added to, the prefix cache.
+    pub cache: bool,
+    /// It was preempted and comes back.
+    pub preempted: bool,
+    /// Time that the request has left, from when the call came in; then the leg ends by itself.
+    pub timeout: Option<Duration>,
 }
 
 impl LegRequest {
@@ -68,6 +94,8 @@ impl LegRequest {
             );
             return Err(invalid("num_generated", &what));
         }
+        let terms = wire.terms.unwrap_or_default();
+        check_terms(&terms, wire.num_generated)?;
         Ok(Self {
             key,
             prompt: wire.prompt,
@@ -75,6 +103,13 @@ impl LegRequest {
             max_new_tokens: stopping.max_new_tokens,
             stop_tokens: stopping.stop_token_ids,
             num_generated: wire.num_generated,
+            num_sequences: terms.num_sequences.max(1),
+            first_sequence: terms.first_sequence,
+            age: Duration::from_millis(terms.age_ms),
+            priority: terms.priority,
+            cache: !terms.no_prefix_cache,
+            preempted: terms.preempted,
+            timeout: (terms.timeout_ms > 0).then(|| Duration::from_millis(terms.timeout_ms)),
         })
     }
 
@@ -84,9 +119,15 @@ impl LegRequest {
             origin,
             prompt: self.prompt,
             sampling: self.sampling,
+            num_sequences: self.num_sequences,
+            first_sequence: self.first_sequence,
             num_generated: self.num_generated,
             max_new_tokens: self.max_new_tokens,
             stop_tokens: self.stop_tokens,
+            cache: self.cache,
+            age: self.age,
+            priority: self.priority,
+            preempted: self.preempted,
             sink,
         }
     }
@@ -135,6 +176,37 @@ fn check_prompt(prompt: &[u32], limits: &RequestLimits) -> Result<(), Status> {
     }
 }
 
+fn check_terms(terms: &v1::Terms, num_generated: u32) -> Result<(), Status> {
+    let v1::Terms { num_sequences, first_sequence, age_ms, priority, timeout_ms, .. } = *terms;
+    let limit = MAX_SEQUENCES as u32;
+    if num_sequences > limit {
+        return Err(invalid("terms.num_sequences", &format!("is {num_sequences}, the limit is {limit}")));
+    }
+    if num_sequences > 1 && num_generated > 0 {
+        let what = format!("is {num_sequences}, and with num_generated {num_generated} the limit is 1");
+        return Err(invalid("terms.num_sequences", &what));
+    }
+    let last = limit - num_sequences.max(1);
+    if first_sequence > last {
+        let what =
+            format!("is {first_sequence}, with {} sequences the limit is {last}", num_sequences.max(1));
+        return Err(invalid("terms.first_sequence", &what));
+    }
+    if !(-MAX_PRIORITY..=MAX_PRIORITY).contains(&priority) {
+        let what = format!("is {priority}, it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}");
+        return Err(invalid("terms.priority", &what));
+    }
+    if Duration::from_millis(age_ms) > MAX_AGE {
+        let what = format!("is {age_ms}, the limit is {}", MAX_AGE.as_millis());
+        return Err(invalid("terms.age_ms", &what));
+    }
+    if Duration::from_millis(timeout_ms) > MAX_TIMEOUT {
+        let what = format!("is {timeout_ms}, the limit is {}", MAX_TIMEOUT.as_millis());
+        return Err(invalid("terms.timeout_ms", &what));
+    }
+    Ok(())
+}
+
 fn sampling(wire: v1::Sampling) -> Result<SamplingParams, Status> {
     let v1::Sampling { temperature, top_p, top_k, min_p, seed } = wire;
     // Written so that NaN fails too.
@@ -163,19 +235,47 @@ mod tests {
             sampling: Some(v1::Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, seed: 7 }),
             stopping: Some(v1::Stopping { max_new_tokens: 5, stop_token_ids: vec![3] }),
             num_generated: 1,
+            terms: None,
         }
+    }
+
+    fn terms(wire: &mut WireLeg) -> &mut v1::Terms {
+        wire.terms.get_or_insert_default()
     }
 
     #[test]
     fn a_good_request_passes() {
         let leg = LegRequest::check(wire(), &LIMITS).unwrap();
         assert_eq!((leg.key.attempt, leg.max_new_tokens, leg.sampling.seed), (2, 5, 7));
+        // Without terms: one sequence of a new request.
+        assert_eq!((leg.num_sequences, leg.first_sequence, leg.age), (1, 0, Duration::ZERO));
+        assert_eq!((leg.priority, leg.cache, leg.preempted, leg.timeout), (0, true, false, None));
+    }
+
+    #[test]
+    fn terms_reach_the_step_loop() {
+        let mut wire = wire();
+        wire.num_generated = 0;
+        *terms(&mut wire) = v1::Terms {
+            num_sequences: 13,
+            first_sequence: 3,
+            age_ms: 1500,
+            priority: -100,
+            no_prefix_cache: true,
+            preempted: true,
+            timeout_ms: 250,
+        };
+        let leg = LegRequest::check(wire, &LIMITS).unwrap();
+        assert_eq!(leg.timeout, Some(Duration::from_millis(250)));
+        let new = leg.submission(Origin::Local, None);
+        assert_eq!((new.num_sequences, new.first_sequence, new.age.as_millis()), (13, 3, 1500));
+        assert_eq!((new.priority, new.cache, new.preempted), (-100, false, true));
     }
 
     #[test]
     fn every_bad_field_is_named_with_its_limit() {
         type Edit = fn(&mut WireLeg);
-        let cases: [(Edit, &[&str]); 15] = [
+        let cases: [(Edit, &[&str]); 23] = [
             (|w| w.key = None, &["key"]),
             (
                 |w| w.key = Some(v1::HandoffKey { request: vec![1; 15].into(), ..Default::default() }),
@@ -197,6 +297,20 @@ mod tests {
             (|w| w.sampling.as_mut().unwrap().temperature = -0.1, &["temperature", "-0.1"]),
             (|w| w.sampling.as_mut().unwrap().top_p = 0.0, &["top_p"]),
             (|w| w.sampling.as_mut().unwrap().min_p = 1.0, &["min_p"]),
+            (|w| terms(w).num_sequences = 17, &["terms.num_sequences", "17", "16"]),
+            (|w| terms(w).num_sequences = 2, &["terms.num_sequences", "num_generated", "limit is 1"]),
+            (|w| terms(w).first_sequence = 16, &["terms.first_sequence", "16", "15"]),
+            (
+                |w| {
+                    w.num_generated = 0;
+                    (terms(w).first_sequence, terms(w).num_sequences) = (15, 2);
+                },
+                &["terms.first_sequence", "15", "14"],
+            ),
+            (|w| terms(w).priority = 101, &["terms.priority", "101", "100"]),
+            (|w| terms(w).priority = -101, &["terms.priority", "-101", "-100"]),
+            (|w| terms(w).age_ms = u64::MAX, &["terms.age_ms", "604800000"]),
+            (|w| terms(w).timeout_ms = 86_400_001, &["terms.timeout_ms", "86400001", "86400000"]),
         ];
         for (edit, words) in cases {
             let mut wire = wire();

@@ -16,6 +16,7 @@ use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 
 use crate::core::Loaded;
+use crate::links::LinkRates;
 use crate::load::{self, Scheduling};
 use crate::service::WorkerService;
 use crate::state::{Lifecycle, State};
@@ -111,6 +112,7 @@ impl Core {
             clock: Clock::start(),
             lifecycle: Lifecycle::default(),
             metrics: WorkerMetrics::new(),
+            links: LinkRates::default(),
             bulk,
             loaded: std::sync::OnceLock::new(),
             num_legs: watch::Sender::new(0),
@@ -154,10 +156,20 @@ impl Running {
         }
     }
 
-    /// Ends gracefully: no new requests, up to `--drain-timeout` for running ones, then everything ends.
+    /// Ends gracefully: no new requests, up to `--drain-timeout` for running ones, then everything ends. A decode worker hands over
+    /// after half that time what still runs: its sequences can go on elsewhere, and the router is to hear of it in time. A prefill
+    /// worker's can't: it stays until their receivers have committed.
     pub async fn shutdown(mut self) {
         self.core.lifecycle.set(State::Draining);
-        if tokio::time::timeout(self.core.config.drain_timeout, self.core.quiet()).await.is_err() {
+        let end = tokio::time::Instant::now() + self.core.config.drain_timeout;
+        if self.core.role == v1::Role::Decode {
+            let half = self.core.config.drain_timeout / 2;
+            if tokio::time::timeout(half, self.core.quiet()).await.is_err() {
+                tracing::info!("what still runs after half of --drain-timeout is handed over");
+                self.steps.stop();
+            }
+        }
+        if tokio::time::timeout_at(end, self.core.quiet()).await.is_err() {
             tracing::warn!("requests still run after --drain-timeout; they end now");
         }
         self.steps.stop();

@@ -12,6 +12,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use crate::Core;
+use crate::cache_stream::{self, MAX_CACHE_WATCHERS};
 use crate::state::State;
 use crate::steps::Load;
 
@@ -24,18 +25,24 @@ const SPACING: Duration = Duration::from_millis(10);
 /// Status streams at once, at most.
 pub const MAX_WATCHERS: usize = 64;
 
-/// Messages that a reader may be behind, at most; the stream waits then, and numbers stay without a gap.
+/// Messages that the reader of a stream may be behind, at most; the stream waits then, and numbers stay without a gap.
 const WATCH_BUFFER: usize = 4;
 
 pub(crate) struct WorkerService {
     core: Arc<Core>,
     to_wire: fn(&KvLayout) -> v1::KvLayout,
     watchers: Arc<Semaphore>,
+    cache_watchers: Arc<Semaphore>,
 }
 
 impl WorkerService {
     pub(crate) fn new(core: Arc<Core>, to_wire: fn(&KvLayout) -> v1::KvLayout) -> Self {
-        Self { core, to_wire, watchers: Arc::new(Semaphore::new(MAX_WATCHERS)) }
+        Self {
+            core,
+            to_wire,
+            watchers: Arc::new(Semaphore::new(MAX_WATCHERS)),
+            cache_watchers: Arc::new(Semaphore::new(MAX_CACHE_WATCHERS)),
+        }
     }
 }
 
@@ -79,6 +86,26 @@ impl v1::worker_server::Worker for WorkerService {
             drop(permit);
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    type WatchCacheStream = ReceiverStream<Result<v1::CacheUpdate, Status>>;
+
+    async fn watch_cache(
+        &self,
+        _request: Request<v1::WatchCacheRequest>,
+    ) -> Result<Response<Self::WatchCacheStream>, Status> {
+        self.core.loaded()?;
+        let Ok(permit) = Arc::clone(&self.cache_watchers).try_acquire_owned() else {
+            let limit = format!("this worker has {MAX_CACHE_WATCHERS} cache streams, which is the limit");
+            return Err(Status::resource_exhausted(limit));
+        };
+        let (sender, receiver) = mpsc::channel(WATCH_BUFFER);
+        let core = Arc::clone(&self.core);
+        tokio::spawn(async move {
+            cache_stream::run(&core, sender).await;
+            drop(permit);
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
     }
 }
 
@@ -143,6 +170,10 @@ fn status(core: &Core, load: Load, sequence: u64) -> v1::WorkerStatus {
         status.cached_blocks = saturate(blocks.cached);
         status.total_blocks = saturate(blocks.total);
         status.queued_tokens = load.queued_tokens;
+        let rates = loaded.steps.rates();
+        status.prefill_tokens_per_s = rates.prefill_tokens_per_s();
+        status.decode_step_ms = rates.decode_step_ms();
+        status.links = core.links.to_wire();
     }
     status
 }

@@ -1,6 +1,7 @@
 //! A prefill and a decode worker in this process, with real servers, and what a router does with them.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use baton_decode_worker::DecodeWorkerConfig;
@@ -34,7 +35,8 @@ struct DecodeCommand {
     config: DecodeWorkerConfig,
 }
 
-const SHARED: [&str; 9] = [
+/// Without the prefix cache, so that the same prompt again is computed again.
+const SHARED: [&str; 10] = [
     "worker",
     "--model=builtin:tiny",
     "--threads=1",
@@ -44,6 +46,7 @@ const SHARED: [&str; 9] = [
     "--max-num-seqs=16",
     "--drain-timeout=5",
     "--kv-dtype=f32",
+    "--prefix-cache=off",
 ];
 
 pub(crate) fn prefill_config(more: &[&str]) -> PrefillWorkerConfig {
@@ -126,6 +129,28 @@ impl Pair {
         decode_to_end(stream).await.tokens.expect("finished")
     }
 
+    /// Both legs of a group to their ends: every sequence's tokens, the first one included, and what the transfer cost.
+    pub(crate) async fn run_group(&mut self, call: &Call) -> (BTreeMap<u32, Vec<u32>>, v1::KvCost) {
+        let decode = self.decode(call).await.expect("decode leg");
+        let prefill = self.prefill(call).await.expect("prefill leg");
+        let (first, rest) = tokio::join!(prefill_to_end(prefill), decode_to_end(decode));
+        assert!(matches!(first.end, Some(PrefillEvent::HandoffDone(_))), "{:?}", first.end);
+        let mut tokens: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+        for first in &first.all {
+            tokens.entry(first.sequence).or_default().push(first.token.expect("a token").id);
+        }
+        assert_eq!(tokens.len(), call.terms.num_sequences.max(1) as usize);
+        for (sequence, answer) in &rest.by_sequence {
+            assert!(answer.finished && !answer.preempted, "{answer:?}");
+            tokens.get_mut(sequence).expect("a first token").extend(&answer.tokens);
+        }
+        (tokens, rest.kv.expect("started"))
+    }
+
+    pub(crate) async fn stop(&mut self, key: &v1::HandoffKey, sequence: u32) -> Result<(), Status> {
+        self.to_decode.stop(v1::StopRequest { key: Some(key.clone()), sequence }).await.map(drop)
+    }
+
     /// Waits until no sequence is on either worker, and every block is free or only in a prefix cache.
     pub(crate) async fn settles(&self) {
         for (name, running) in [("prefill", &self.prefill), ("decode", &self.decode)] {
@@ -157,6 +182,8 @@ pub(crate) struct Call {
     pub(crate) max_new_tokens: u32,
     pub(crate) stop: Vec<u32>,
     pub(crate) temperature: f32,
+    pub(crate) num_generated: u32,
+    pub(crate) terms: v1::Terms,
 }
 
 impl Call {
@@ -170,7 +197,15 @@ impl Call {
             max_new_tokens,
             stop: Vec::new(),
             temperature: 0.0,
+            num_generated: 0,
+            terms: v1::Terms::default(),
         }
+    }
+
+    /// As a group of `num` sequences that count on from `first`.
+    pub(crate) fn group(mut self, first: u32, num: u32) -> Self {
+        (self.terms.first_sequence, self.terms.num_sequences) = (first, num);
+        self
     }
 
     /// The same prompt under another key.
@@ -193,7 +228,8 @@ impl Call {
             sampling: Some(self.sampling()),
             stopping: Some(self.stopping()),
             destination,
-            num_generated: 0,
+            num_generated: self.num_generated,
+            terms: Some(self.terms),
         }
     }
 
@@ -207,15 +243,18 @@ impl Call {
             sampling: Some(self.sampling()),
             stopping: Some(self.stopping()),
             local,
-            num_generated: 0,
+            num_generated: self.num_generated,
+            terms: Some(self.terms),
         }
     }
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct PrefillOutcome {
+    /// Of the first sequence.
     pub(crate) first: Option<u32>,
     pub(crate) finish: i32,
+    pub(crate) all: Vec<v1::FirstToken>,
     pub(crate) cached_tokens: u32,
     pub(crate) end: Option<PrefillEvent>,
 }
@@ -224,12 +263,11 @@ pub(crate) async fn prefill_to_end(mut stream: Streaming<v1::PrefillEvent>) -> P
     let mut outcome = PrefillOutcome::default();
     while let Some(event) = within(stream.message()).await.expect("an event") {
         match event.event.expect("a known event") {
-            PrefillEvent::FirstToken(first) => {
-                let token = first.token.expect("a token");
-                assert_eq!(token.index, 0);
+            PrefillEvent::FirstTokens(first) => {
                 outcome.cached_tokens = first.times.expect("times").cached_tokens;
-                outcome.first = Some(token.id);
-                outcome.finish = first.finish;
+                outcome.first = first.tokens[0].token.map(|token| token.id);
+                outcome.finish = first.tokens[0].finish;
+                outcome.all = first.tokens;
             }
             end => outcome.end = Some(end),
         }
@@ -237,34 +275,63 @@ pub(crate) async fn prefill_to_end(mut stream: Streaming<v1::PrefillEvent>) -> P
     outcome
 }
 
+/// What a Decode leg told of one sequence.
+#[derive(Debug, Default)]
+pub(crate) struct Answer {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) next_index: Option<u32>,
+    pub(crate) finished: bool,
+    pub(crate) preempted: bool,
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct DecodeOutcome {
     pub(crate) kv: Option<v1::KvCost>,
     pub(crate) cached_tokens: u32,
-    /// Set when the sequence finished.
+    /// Of the sequence that finished last.
     pub(crate) tokens: Option<Vec<u32>>,
+    pub(crate) by_sequence: BTreeMap<u32, Answer>,
     pub(crate) failed: Option<v1::Failed>,
+}
+
+impl DecodeOutcome {
+    pub(crate) fn hear(&mut self, event: DecodeEvent) {
+        match event {
+            DecodeEvent::Started(started) => {
+                assert!(self.kv.is_none(), "started twice");
+                self.kv = Some(started.kv.expect("a cost"));
+                self.cached_tokens = started.cached_tokens;
+            }
+            DecodeEvent::Tokens(more) => {
+                let answer = self.live(more.sequence);
+                for token in more.tokens {
+                    assert_eq!(token.index, *answer.next_index.get_or_insert(token.index));
+                    answer.next_index = Some(token.index + 1);
+                    answer.tokens.push(token.id);
+                }
+            }
+            DecodeEvent::Finished(finished) => {
+                let answer = self.live(finished.sequence);
+                answer.finished = true;
+                self.tokens = Some(answer.tokens.clone());
+            }
+            DecodeEvent::Preempted(preempted) => self.live(preempted.sequence).preempted = true,
+            DecodeEvent::Failed(failed) => self.failed = Some(failed),
+        }
+    }
+
+    /// Nothing follows the end of a sequence.
+    fn live(&mut self, sequence: u32) -> &mut Answer {
+        let answer = self.by_sequence.entry(sequence).or_default();
+        assert!(!answer.finished && !answer.preempted, "sequence {sequence} was over");
+        answer
+    }
 }
 
 pub(crate) async fn decode_to_end(mut stream: Streaming<v1::DecodeEvent>) -> DecodeOutcome {
     let mut outcome = DecodeOutcome::default();
-    let (mut tokens, mut next_index) = (Vec::new(), None);
     while let Some(event) = within(stream.message()).await.expect("an event") {
-        match event.event.expect("a known event") {
-            DecodeEvent::Started(started) => {
-                outcome.kv = Some(started.kv.expect("a cost"));
-                outcome.cached_tokens = started.cached_tokens;
-            }
-            DecodeEvent::Tokens(more) => {
-                for token in more.tokens {
-                    assert_eq!(token.index, *next_index.get_or_insert(token.index));
-                    next_index = Some(token.index + 1);
-                    tokens.push(token.id);
-                }
-            }
-            DecodeEvent::Finished(_) => outcome.tokens = Some(std::mem::take(&mut tokens)),
-            DecodeEvent::Failed(failed) => outcome.failed = Some(failed),
-        }
+        outcome.hear(event.event.expect("a known event"));
     }
     outcome
 }

@@ -26,6 +26,30 @@ pub(super) fn max_tokens(field: &'static str, value: u64) -> Result<u32, ApiErro
     }
 }
 
+pub(super) fn num_choices(n: u64, limits: &Limits) -> Result<u32, ApiError> {
+    let max = limits.max_n;
+    match u32::try_from(n) {
+        Ok(n) if (1..=max).contains(&n) => Ok(n),
+        _ => Err(ApiError::invalid("n", format!("n must be at least 1 and at most {max}, not {n}"))),
+    }
+}
+
+/// Classes of requests; each step weighs as much as a fixed time of waiting.
+const PRIORITIES: std::ops::RangeInclusive<i32> = -100..=100;
+
+pub(super) fn priority(value: i128) -> Result<i32, ApiError> {
+    match i32::try_from(value) {
+        Ok(priority) if PRIORITIES.contains(&priority) => Ok(priority),
+        _ => {
+            let (least, most) = (PRIORITIES.start(), PRIORITIES.end());
+            Err(ApiError::invalid(
+                "priority",
+                format!("priority must be from {least} to {most}, not {value}"),
+            ))
+        }
+    }
+}
+
 pub(super) fn stop(stops: Vec<String>, limits: &Limits) -> Result<Vec<String>, ApiError> {
     if stops.len() > limits.max_stop_strings {
         let message = format!("{} stop strings; at most {}", stops.len(), limits.max_stop_strings);

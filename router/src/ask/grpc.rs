@@ -38,6 +38,9 @@ pub(crate) fn read_generate(request: v1::GenerateRequest, limits: &Limits) -> Re
         seed: request.seed,
         stop: checks::stop(request.stop, limits)?,
         ignore_eos: request.ignore_eos,
+        n: request.n.map_or(Ok(1), |n| checks::num_choices(u64::from(n), limits))?,
+        priority: checks::priority(i128::from(request.priority))?,
+        no_prefix_cache: request.no_prefix_cache,
     })
 }
 

@@ -100,7 +100,6 @@ const FIELDS: &[(&str, Accepted)] = {
         ("verbosity", Only(&[])),
         ("web_search_options", Only(&[])),
         // Serving.
-        ("priority", Only(&["0"])),
         ("cache_salt", Only(&[])),
         ("kv_transfer_params", Only(&[])),
     ]

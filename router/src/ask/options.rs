@@ -30,7 +30,9 @@ pub(super) fn read(
     let seed = seed(&mut fields)?;
     let stop = checks::stop(stop(&mut fields)?, limits)?;
     let ignore_eos = fields.take_bool("ignore_eos")?.unwrap_or(false);
-    num_choices(&mut fields)?;
+    let n = fields.take_count("n", 1)?.map_or(Ok(1), |n| checks::num_choices(n, limits))?;
+    let priority = priority(&mut fields)?;
+    let no_prefix_cache = fields.take_bool("no_prefix_cache")?.unwrap_or(false);
     let form = form(&mut fields)?;
     fields.finish()?;
     Ok((
@@ -44,6 +46,9 @@ pub(super) fn read(
             seed,
             stop,
             ignore_eos,
+            n,
+            priority,
+            no_prefix_cache,
         },
         form,
     ))
@@ -90,11 +95,10 @@ fn stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
     }
 }
 
-fn num_choices(fields: &mut Fields) -> Result<(), ApiError> {
-    match fields.take_count("n", 1)? {
-        None | Some(1) => Ok(()),
-        Some(n) => Err(ApiError::invalid("n", format!("n is {n}; not yet supported: at most 1"))),
-    }
+fn priority(fields: &mut Fields) -> Result<i32, ApiError> {
+    let Some(value) = fields.take("priority") else { return Ok(0) };
+    let integer = value.as_i64().map(i128::from).or_else(|| value.as_u64().map(i128::from));
+    checks::priority(integer.ok_or_else(|| wrong_type("priority", "an integer", &value))?)
 }
 
 fn form(fields: &mut Fields) -> Result<Form, ApiError> {

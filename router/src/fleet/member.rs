@@ -4,8 +4,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use baton_dispatch::{Role, WorkerState, WorkerView};
+use baton_dispatch::{Breaker, BreakerLimits, Role, WorkerState, WorkerView};
 use baton_handoff::InstanceId;
+use baton_kv::KvLayout;
 use baton_proto::v1;
 use tokio::sync::watch;
 use tonic::transport::{Channel, Endpoint};
@@ -29,6 +30,8 @@ pub(crate) struct Member {
     num_legs: Arc<AtomicU32>,
     /// Counts how often this worker was lost; streams opened before end at the next change.
     losses: watch::Sender<u64>,
+    /// Origin of the breaker's time.
+    since: Instant,
     state: Mutex<State>,
 }
 
@@ -43,14 +46,8 @@ struct State {
     heard_at: Instant,
     progress_at: Instant,
     ever_heard: bool,
-}
-
-/// What a usable worker can hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Offer {
-    pub(crate) block_size: u32,
-    /// Tokens of prompt and output.
-    pub(crate) context: u32,
+    /// Of the process that answers here.
+    breaker: Breaker,
 }
 
 /// Counts a request of this router on a worker until it is dropped.
@@ -84,6 +81,7 @@ impl Member {
             num_legs: Arc::default(),
             endpoint,
             losses: watch::Sender::new(0),
+            since: now,
             state: Mutex::new(State {
                 description: None,
                 refusal: None,
@@ -93,6 +91,7 @@ impl Member {
                 heard_at: now,
                 progress_at: now,
                 ever_heard: false,
+                breaker: Breaker::new(BreakerLimits::default()),
             }),
         })
     }
@@ -110,6 +109,46 @@ impl Member {
     pub(crate) fn enter(&self) -> InFlight {
         self.num_legs.fetch_add(1, Ordering::Relaxed);
         InFlight(Arc::clone(&self.num_legs))
+    }
+
+    /// A request goes there now.
+    pub(super) fn begin(&self) {
+        self.lock().breaker.begin(self.since.elapsed());
+    }
+
+    /// The process that answers there.
+    pub(crate) fn instance(&self) -> InstanceId {
+        self.lock().instance()
+    }
+
+    /// This process answered a leg.
+    pub(crate) fn answered(&self, process: InstanceId) {
+        let mut state = self.lock();
+        if state.instance() == process {
+            state.breaker.succeeded();
+        }
+    }
+
+    /// A leg to this process could not be opened, or broke.
+    pub(crate) fn broke(&self, process: InstanceId) {
+        let now = self.since.elapsed();
+        let opened = {
+            let mut state = self.lock();
+            if state.instance() != process {
+                return;
+            }
+            let before = state.breaker.is_open(now);
+            state.breaker.failed(now);
+            state.breaker.is_open(now) && !before
+        };
+        if opened {
+            tracing::warn!(worker = %self.address, worker_role = role_name(self.role), "a worker keeps failing requests: it gets none for a while");
+        }
+    }
+
+    /// Whether it gets no requests because it kept failing them.
+    pub(super) fn is_shunned(&self) -> bool {
+        self.lock().breaker.is_open(self.since.elapsed())
     }
 
     /// Resolves when this worker is lost or another process takes its place.
@@ -133,6 +172,7 @@ impl Member {
             let replaced = before.is_some_and(|before| before != description.instance);
             if replaced {
                 state.status = None;
+                state.breaker = Breaker::new(BreakerLimits::default());
             }
             state.description = Some(description);
             replaced
@@ -223,35 +263,47 @@ impl Member {
 
     pub(super) fn view(&self, index: usize) -> WorkerView {
         let state = self.lock();
-        let status = state.status.clone().unwrap_or_default();
-        WorkerView {
-            instance: state
-                .description
-                .as_ref()
-                .map_or(InstanceId([0; 16]), |description| description.instance),
+        let view = WorkerView {
+            instance: state.instance(),
             index,
             role: self.role,
-            state: state.worker_state(),
+            state: match state.worker_state() {
+                WorkerState::Ready if state.breaker.is_open(self.since.elapsed()) => WorkerState::Unreachable,
+                other => other,
+            },
+            num_waiting: 0,
+            num_running: 0,
+            free_blocks: 0,
+            total_blocks: 0,
+            queued_tokens: 0,
+            in_flight: self.num_legs.load(Ordering::Relaxed),
+            prefill_tokens_per_s: 0.0,
+            decode_step_ms: 0.0,
+        };
+        let Some(status) = &state.status else { return view };
+        WorkerView {
             num_waiting: status.num_waiting,
             num_running: status.num_running,
             free_blocks: status.free_blocks.saturating_add(status.cached_blocks),
             total_blocks: status.total_blocks,
             queued_tokens: status.queued_tokens,
-            in_flight: self.num_legs.load(Ordering::Relaxed),
+            prefill_tokens_per_s: status.prefill_tokens_per_s,
+            decode_step_ms: status.decode_step_ms,
+            ..view
         }
     }
 
-    /// What it can hold, unless it is refused, silent or still loading.
-    pub(super) fn offer(&self) -> Option<Offer> {
+    /// How its KV is laid out, unless it is refused, silent or still loading.
+    pub(super) fn layout(&self) -> Option<KvLayout> {
+        self.lock().usable().map(|(_, layout)| layout.clone())
+    }
+
+    /// Tokens of prompt and output that it can hold, unless it is refused, silent or still loading.
+    pub(super) fn context(&self) -> Option<u32> {
         let state = self.lock();
-        if state.refusal.is_some() || state.silence.is_some() {
-            return None;
-        }
-        let description = state.description.as_ref()?;
-        let layout = description.layout.as_ref()?.as_ref().ok()?;
+        let (description, layout) = state.usable()?;
         let block_size = u32::try_from(layout.block_size).ok()?;
-        let context = description.context.min(description.num_blocks.saturating_mul(block_size));
-        Some(Offer { block_size, context })
+        Some(description.context.min(description.num_blocks.saturating_mul(block_size)))
     }
 
     pub(super) fn report(&self) -> Report {
@@ -270,6 +322,18 @@ impl Member {
 }
 
 impl State {
+    fn instance(&self) -> InstanceId {
+        self.description.as_ref().map_or(InstanceId([0; 16]), |description| description.instance)
+    }
+
+    fn usable(&self) -> Option<(&Description, &KvLayout)> {
+        if self.refusal.is_some() || self.silence.is_some() {
+            return None;
+        }
+        let description = self.description.as_ref()?;
+        Some((description, description.layout.as_ref()?.as_ref().ok()?))
+    }
+
     fn worker_state(&self) -> WorkerState {
         use v1::worker_status::State as Wire;
         if self.silence.is_some() {
@@ -287,5 +351,59 @@ impl State {
             Some(Wire::Draining) => WorkerState::Draining,
             Some(Wire::Failed) => WorkerState::Failed,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_kv::KvDtype;
+
+    use super::*;
+
+    fn description(process: u8) -> Description {
+        Description {
+            address: "d:1".to_owned(),
+            expected_role: Role::Decode,
+            instance: InstanceId([process; 16]),
+            role: Some(Role::Decode),
+            layout: Some(Ok(KvLayout {
+                model_digest: [7; 32],
+                num_layers: 4,
+                num_kv_heads: 2,
+                head_dim: 16,
+                block_size: 16,
+                dtype: KvDtype::F16,
+                arrangement: "a".to_owned(),
+                numerics_id: "n".to_owned(),
+            })),
+            protocol_version: baton_proto::PROTOCOL_VERSION,
+            context: 100,
+            num_blocks: 10,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_process_that_keeps_failing_is_left_out_and_the_next_one_is_not() {
+        let member = Member::new(Role::Decode, "d:1".to_owned()).expect("an address");
+        let status =
+            v1::WorkerStatus { state: v1::worker_status::State::Ready.into(), ..v1::WorkerStatus::default() };
+        let state = || member.view(0).state;
+        member.describe(description(1));
+        member.hear(status.clone(), Instant::now());
+        assert_eq!(state(), WorkerState::Ready);
+        let (first, second) = (InstanceId([1; 16]), InstanceId([2; 16]));
+        for _ in 0..BreakerLimits::default().max_failures {
+            assert_eq!(state(), WorkerState::Ready);
+            member.broke(second);
+            member.broke(first);
+        }
+        assert_eq!(state(), WorkerState::Unreachable, "no request goes there");
+        assert_eq!(member.state(), WorkerState::Ready, "and yet its status is read");
+        member.describe(description(2));
+        member.hear(status, Instant::now());
+        for _ in 0..BreakerLimits::default().max_failures {
+            member.broke(first);
+        }
+        assert_eq!(state(), WorkerState::Ready, "its legs broke with the process before");
     }
 }

@@ -1,27 +1,34 @@
 //! Keeping one worker's part of the view current.
 
+use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
 use baton_dispatch::Role;
+use baton_handoff::InstanceId;
 use baton_kv::KvLayout;
 use baton_proto::v1;
 use baton_proto::v1::worker_client::WorkerClient;
 use tokio::time::timeout;
+use tonic::Streaming;
 use tonic::transport::Channel;
 
 use super::agreement::Description;
-use super::{Fleet, Member, instance};
+use super::{Fleet, Member, cache, instance};
 
 /// Wait before a worker is asked again after it could not be reached.
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const MAX_BACKOFF: Duration = Duration::from_secs(1);
 
 /// Reads a worker's status stream, opening it again whenever it ends.
-pub(super) async fn keep(fleet: &Fleet, member: &Member) {
+pub(super) async fn keep(fleet: &Fleet, index: usize, member: &Member) {
     let mut backoff = FIRST_BACKOFF;
     loop {
         let began = Instant::now();
-        let end = follow(fleet, member).await;
+        let end = follow(fleet, index, member).await;
+        // What it has measured is told anew, perhaps by another process.
+        if let Some(description) = member.description() {
+            fleet.forget_links(description.instance);
+        }
         match end {
             // A gap is no silence: the next stream begins with a whole status.
             End::Gap => tracing::debug!(worker = %member.address, "status stream has a gap"),
@@ -65,16 +72,16 @@ fn first_line(text: &str) -> &str {
     text.lines().next().unwrap_or_default()
 }
 
-async fn follow(fleet: &Fleet, member: &Member) -> End {
-    match try_follow(fleet, member).await {
+async fn follow(fleet: &Fleet, index: usize, member: &Member) -> End {
+    match try_follow(fleet, index, member).await {
         Ok(never) => match never {},
         Err(end) => end,
     }
 }
 
-async fn try_follow(fleet: &Fleet, member: &Member) -> Result<std::convert::Infallible, End> {
+async fn try_follow(fleet: &Fleet, index: usize, member: &Member) -> Result<Infallible, End> {
     let patience = fleet.patience.heartbeat_timeout;
-    let silent = |what: &str| End::Silent(format!("{what} within {:.1} s", patience.as_secs_f64()));
+    let silent = |what: &str| silent(what, patience);
     let channel = timeout(super::member::CONNECT_TIMEOUT, member.endpoint.connect())
         .await
         .map_err(|_| silent("no connection"))?
@@ -83,13 +90,32 @@ async fn try_follow(fleet: &Fleet, member: &Member) -> Result<std::convert::Infa
     let description =
         timeout(patience, describe(&mut client, member)).await.map_err(|_| silent("no description"))??;
     let process = description.instance;
-    let mut has_layout = description.layout.is_some();
+    let has_layout = description.layout.is_some();
     member.describe(description);
     fleet.judge();
     let opened = timeout(patience, client.watch(v1::WatchRequest {}))
         .await
         .map_err(|_| silent("no status stream"))??;
-    let mut statuses = opened.into_inner();
+    let statuses = read_statuses(fleet, member, client.clone(), opened.into_inner(), process, has_layout);
+    if !fleet.reads_caches {
+        return statuses.await;
+    }
+    tokio::select! {
+        ended = statuses => ended,
+        never = cache::keep(fleet, index, member, client, process) => match never {},
+    }
+}
+
+async fn read_statuses(
+    fleet: &Fleet,
+    member: &Member,
+    mut client: WorkerClient<Channel>,
+    mut statuses: Streaming<v1::WorkerStatus>,
+    process: InstanceId,
+    mut has_layout: bool,
+) -> Result<Infallible, End> {
+    let patience = fleet.patience.heartbeat_timeout;
+    let silent = |what: &str| silent(what, patience);
     let mut sequence: Option<u64> = None;
     loop {
         let status = timeout(patience, statuses.message())
@@ -110,8 +136,15 @@ async fn try_follow(fleet: &Fleet, member: &Member) -> Result<std::convert::Infa
             member.describe(description);
             fleet.judge();
         }
+        if member.role == Role::Prefill {
+            fleet.set_links(process, &status.links);
+        }
         member.hear(status, Instant::now());
     }
+}
+
+fn silent(what: &str, patience: Duration) -> End {
+    End::Silent(format!("{what} within {:.1} s", patience.as_secs_f64()))
 }
 
 /// The innermost reason: the outer ones only say that a transport failed.

@@ -1,22 +1,30 @@
-//! Tokens to what the client reads: detokenized, cut at stop strings, counted and timed.
+//! Tokens to what the client reads: detokenized, cut at stop strings, counted and timed, choice by choice.
 
 use std::time::Instant;
 
+use baton_handoff::FinishReason;
 use baton_telemetry::metrics::RouterMetrics;
 use baton_text::{Detokenizer, StopStrings};
 
-/// The answer of one request so far.
+/// The answer of one request so far: one choice for each of its sequences.
 pub(super) struct Answer {
+    choices: Vec<Choice>,
+    arrived: Instant,
+    first_at: Option<Instant>,
+}
+
+struct Choice {
     detokenizer: Detokenizer,
     stops: StopStrings,
     /// Every token delivered; forced on a later attempt.
     token_ids: Vec<u32>,
-    arrived: Instant,
     first_at: Option<Instant>,
     last_at: Option<Instant>,
+    reason: Option<FinishReason>,
 }
 
 /// What a token brought.
+#[derive(Default)]
 pub(super) struct Step {
     pub(super) text: String,
     /// A stop string is complete: nothing after it is wanted.
@@ -24,30 +32,96 @@ pub(super) struct Step {
 }
 
 impl Answer {
-    pub(super) fn new(detokenizer: Detokenizer, stops: StopStrings, arrived: Instant) -> Self {
-        Self { detokenizer, stops, token_ids: Vec::new(), arrived, first_at: None, last_at: None }
+    /// An answer of as many choices as there are pairs.
+    pub(super) fn new(choices: Vec<(Detokenizer, StopStrings)>, arrived: Instant) -> Self {
+        let choice = |(detokenizer, stops)| Choice {
+            detokenizer,
+            stops,
+            token_ids: Vec::new(),
+            first_at: None,
+            last_at: None,
+            reason: None,
+        };
+        Self { choices: choices.into_iter().map(choice).collect(), arrived, first_at: None }
     }
 
-    /// Takes the next token.
-    pub(super) fn push(&mut self, token: u32, now: Instant, metrics: &RouterMetrics) -> Step {
-        self.token_ids.push(token);
-        match self.last_at {
-            None => {
-                metrics.ttft.observe(now.saturating_duration_since(self.arrived).as_secs_f64());
-                self.first_at = Some(now);
-            }
-            Some(last) => metrics.itl.observe(now.saturating_duration_since(last).as_secs_f64()),
+    /// Takes the next token of a choice.
+    pub(super) fn push(&mut self, index: u32, token: u32, now: Instant, metrics: &RouterMetrics) -> Step {
+        let Some(choice) = self.choices.get_mut(index as usize) else { return Step::default() };
+        if self.first_at.is_none() {
+            metrics.ttft.observe(now.saturating_duration_since(self.arrived).as_secs_f64());
+            self.first_at = Some(now);
         }
-        self.last_at = Some(now);
-        let Some(piece) = self.detokenizer.push(token) else {
-            return Step { text: String::new(), stopped: false };
-        };
+        if let Some(last) = choice.last_at {
+            metrics.itl.observe(now.saturating_duration_since(last).as_secs_f64());
+        }
+        choice.first_at.get_or_insert(now);
+        choice.last_at = Some(now);
+        choice.push(token)
+    }
+
+    /// Ends a choice: text that waited for more.
+    pub(super) fn finish(&mut self, index: u32, reason: FinishReason) -> String {
+        self.choices.get_mut(index as usize).map_or_else(String::new, |choice| {
+            choice.reason = Some(reason);
+            choice.flush()
+        })
+    }
+
+    /// Whether every choice has ended.
+    pub(super) fn is_finished(&self) -> bool {
+        self.choices.iter().all(|choice| choice.reason.is_some())
+    }
+
+    /// One reason for them all: `Length` when any of them was cut.
+    pub(super) fn reason(&self) -> FinishReason {
+        let cut = |choice: &Choice| choice.reason == Some(FinishReason::Length);
+        if self.choices.iter().any(cut) { FinishReason::Length } else { FinishReason::Stop }
+    }
+
+    /// Every token of a choice that was delivered.
+    pub(super) fn token_ids(&self, index: u32) -> &[u32] {
+        self.choices.get(index as usize).map_or(&[], |choice| &choice.token_ids)
+    }
+
+    /// The tokens of each choice.
+    pub(super) fn choices(&self) -> impl Iterator<Item = &[u32]> {
+        self.choices.iter().map(|choice| &*choice.token_ids)
+    }
+
+    /// Tokens over all choices.
+    pub(super) fn num_tokens(&self) -> usize {
+        self.choices().map(<[u32]>::len).sum()
+    }
+
+    /// From arrival to the first token of any choice; 0 without any.
+    pub(super) fn ttft_ms(&self) -> f64 {
+        self.first_at.map_or(0.0, |at| at.saturating_duration_since(self.arrived).as_secs_f64() * 1e3)
+    }
+
+    /// Records what is known only at the end.
+    pub(super) fn observe_end(&self, now: Instant, metrics: &RouterMetrics) {
+        metrics.e2e.observe(now.saturating_duration_since(self.arrived).as_secs_f64());
+        for choice in &self.choices {
+            if let (Some(first), Some(last), gaps @ 1..) =
+                (choice.first_at, choice.last_at, choice.token_ids.len().saturating_sub(1))
+            {
+                metrics.tpot.observe(last.saturating_duration_since(first).as_secs_f64() / gaps as f64);
+            }
+        }
+    }
+}
+
+impl Choice {
+    fn push(&mut self, token: u32) -> Step {
+        self.token_ids.push(token);
+        let Some(piece) = self.detokenizer.push(token) else { return Step::default() };
         let step = self.stops.push(&piece);
         Step { text: step.text, stopped: step.matched.is_some() }
     }
 
-    /// Text that waited for more; a stop string may still be completed by the end of a broken character.
-    pub(super) fn flush(&mut self) -> String {
+    /// A stop string may still be completed by the end of a broken character.
+    fn flush(&mut self) -> String {
         if self.stops.is_matched() {
             return String::new();
         }
@@ -57,23 +131,5 @@ impl Answer {
         }
         text.push_str(&self.stops.flush());
         text
-    }
-
-    pub(super) fn token_ids(&self) -> &[u32] {
-        &self.token_ids
-    }
-
-    pub(super) fn ttft_ms(&self) -> f64 {
-        self.first_at.map_or(0.0, |at| at.saturating_duration_since(self.arrived).as_secs_f64() * 1e3)
-    }
-
-    /// Records what is known only at the end.
-    pub(super) fn observe_end(&self, now: Instant, metrics: &RouterMetrics) {
-        metrics.e2e.observe(now.saturating_duration_since(self.arrived).as_secs_f64());
-        if let (Some(first), Some(last), gaps @ 1..) =
-            (self.first_at, self.last_at, self.token_ids.len().saturating_sub(1))
-        {
-            metrics.tpot.observe(last.saturating_duration_since(first).as_secs_f64() / gaps as f64);
-        }
     }
 }

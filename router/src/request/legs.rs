@@ -1,60 +1,166 @@
-//! The streams of an attempt: what workers send, as facts.
+//! The streams of an attempt.
 
 use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use baton_dispatch::{DecodeFact, PrefillFact};
-use baton_handoff::{Cause, FinishReason, SampledToken};
+use baton_handoff::{Cause, FirstToken, InstanceId, SampledToken};
 use baton_proto::v1;
 use baton_proto::v1::decode_client::DecodeClient;
 use baton_proto::v1::prefill_client::PrefillClient;
 use baton_telemetry::trace::{TRACEPARENT, TraceContext};
 use futures::{Stream, StreamExt};
-use tonic::{Code, Request, Response, Status, Streaming};
+use tonic::{Request, Response, Status, Streaming};
 
 use super::Kv;
+use super::wire::{Broken, decode_event, prefill_event};
 use crate::fleet::{InFlight, Member};
 
 /// A leg; dropping it cancels what still runs on the worker.
 pub(super) struct Leg<Event> {
     events: Pin<Box<dyn Stream<Item = Event> + Send>>,
-    ended: bool,
-    _in_flight: InFlight,
+    /// Sequences whose last word has not come; none: nothing follows.
+    live: Live,
+    member: Arc<Member>,
+    /// Whom the leg was opened with, whoever answers at that address later.
+    process: InstanceId,
+    /// Counts as a request there, on a prefill worker until its prompt is computed.
+    in_flight: Option<InFlight>,
+    answered: bool,
 }
 
-impl<Event: LegEvent> Leg<Event> {
-    /// The next event. `None` when the stream breaks or the worker is lost; after that, and after an event that is the
-    /// leg's last word, nothing ever follows.
-    pub(super) async fn next(&mut self) -> Option<Event> {
-        if self.ended {
-            return std::future::pending().await;
+/// Numbers of sequences, as bits: there are [`baton_handoff::MAX_SEQUENCES`] at most.
+#[derive(Clone, Copy)]
+pub(super) struct Live(u32);
+
+impl Live {
+    /// `num` sequences from `first` on.
+    pub(super) fn new(first: u32, num: u32) -> Self {
+        let mut live = Self(0);
+        for sequence in first..first.saturating_add(num).min(u32::BITS) {
+            live.0 |= Self::bit(sequence);
         }
-        let event = self.events.next().await;
-        self.ended = event.as_ref().is_none_or(LegEvent::is_last);
-        event
+        live
     }
+
+    fn bit(sequence: u32) -> u32 {
+        1_u32.checked_shl(sequence).unwrap_or(0)
+    }
+
+    fn remove(&mut self, sequence: u32) {
+        self.0 &= !Self::bit(sequence);
+    }
+
+    fn clear(&mut self) {
+        self.0 = 0;
+    }
+}
+
+/// How an event bears on its leg.
+pub(super) enum Ends {
+    /// More follows of every sequence.
+    Nothing,
+    /// Nothing more follows of this sequence.
+    Sequence(u32),
+    /// The worker ends the stream behind this event.
+    Leg,
 }
 
 /// What both kinds of leg have in common.
 pub(super) trait LegEvent {
-    /// Whether the worker ends the stream behind this one.
-    fn is_last(&self) -> bool;
+    fn ends(&self) -> Ends;
+
+    /// Whether the stream could not be opened, or broke.
+    fn is_broken(&self) -> bool;
+
+    /// Whether a worker that said this has no more to compute for the leg.
+    fn is_computed(&self) -> bool;
+}
+
+impl<Event: LegEvent> Leg<Event> {
+    fn new(events: impl Stream<Item = Event> + Send + 'static, live: Live, member: &Arc<Member>) -> Self {
+        Self {
+            events: Box::pin(events.take_until(member.lost())),
+            live,
+            member: Arc::clone(member),
+            process: member.instance(),
+            in_flight: Some(member.enter()),
+            answered: false,
+        }
+    }
+
+    /// The next event. `None` when the stream breaks or the worker is lost; after that, and after an event that is the
+    /// leg's last word, nothing ever follows.
+    pub(super) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        if self.live.0 == 0 {
+            return Poll::Pending;
+        }
+        let event = ready!(self.events.poll_next_unpin(context));
+        match event.as_ref().map_or(Ends::Leg, LegEvent::ends) {
+            Ends::Nothing => {}
+            Ends::Sequence(sequence) => self.live.remove(sequence),
+            Ends::Leg => self.live.clear(),
+        }
+        if event.as_ref().is_none_or(LegEvent::is_computed) {
+            self.in_flight = None;
+        }
+        if event.as_ref().is_none_or(LegEvent::is_broken) {
+            self.member.broke(self.process);
+        } else if !self.answered {
+            self.answered = true;
+            self.member.answered(self.process);
+        }
+        Poll::Ready(event)
+    }
+
+    /// The process it was opened with, and where.
+    pub(super) fn worker(&self) -> (InstanceId, String) {
+        (self.process, self.member.address.clone())
+    }
+
+    /// Nothing more is wanted of this sequence; the worker is told elsewhere.
+    pub(super) fn stop(&mut self, sequence: u32) {
+        self.live.remove(sequence);
+    }
 }
 
 /// What a Prefill leg says.
 pub(super) enum PrefillEvent {
     Fact(PrefillFact),
-    FirstToken { token: SampledToken, finish: Option<FinishReason>, cached_tokens: u32 },
+    /// Of the attempt with this number.
+    HandoffFailed {
+        attempt: u32,
+        cause: Cause,
+    },
+    FirstTokens {
+        tokens: Vec<FirstToken>,
+        cached_tokens: u32,
+    },
 }
 
 impl LegEvent for PrefillEvent {
-    fn is_last(&self) -> bool {
+    fn ends(&self) -> Ends {
         match self {
-            Self::FirstToken { finish, .. } => finish.is_some(),
-            Self::Fact(PrefillFact::FirstToken { finish, .. }) => finish.is_some(),
+            Self::FirstTokens { tokens: first, .. } | Self::Fact(PrefillFact::FirstTokens(first)) => {
+                // With sequences that go on there is a handoff, whose end is told.
+                if first.iter().all(|first| first.finish.is_some()) { Ends::Leg } else { Ends::Nothing }
+            }
+            Self::HandoffFailed { .. }
+            | Self::Fact(PrefillFact::HandoffFailed(_) | PrefillFact::NotRedirected) => Ends::Nothing,
             Self::Fact(
                 PrefillFact::Done | PrefillFact::Failed(_) | PrefillFact::Unreachable | PrefillFact::Lost,
-            ) => true,
+            ) => Ends::Leg,
         }
+    }
+
+    fn is_broken(&self) -> bool {
+        matches!(self, Self::Fact(PrefillFact::Unreachable | PrefillFact::Lost))
+    }
+
+    fn is_computed(&self) -> bool {
+        true
     }
 }
 
@@ -62,60 +168,117 @@ impl LegEvent for PrefillEvent {
 pub(super) enum DecodeEvent {
     Fact(DecodeFact),
     Started { kv: Option<Kv>, cached_tokens: u32 },
-    Tokens(Vec<SampledToken>),
+    Tokens { sequence: u32, tokens: Vec<SampledToken> },
 }
 
 impl LegEvent for DecodeEvent {
-    fn is_last(&self) -> bool {
+    fn ends(&self) -> Ends {
         match self {
             Self::Started { .. }
-            | Self::Tokens(_)
-            | Self::Fact(DecodeFact::Started | DecodeFact::Token(_)) => false,
-            Self::Fact(
-                DecodeFact::Finished(_) | DecodeFact::Failed(_) | DecodeFact::Unreachable | DecodeFact::Lost,
-            ) => true,
+            | Self::Tokens { .. }
+            | Self::Fact(DecodeFact::Started | DecodeFact::Token { .. }) => Ends::Nothing,
+            Self::Fact(DecodeFact::Finished { sequence, .. } | DecodeFact::Preempted { sequence }) => {
+                Ends::Sequence(*sequence)
+            }
+            Self::Fact(DecodeFact::Failed(_) | DecodeFact::Unreachable | DecodeFact::Lost) => Ends::Leg,
         }
+    }
+
+    fn is_broken(&self) -> bool {
+        matches!(self, Self::Fact(DecodeFact::Unreachable | DecodeFact::Lost))
+    }
+
+    fn is_computed(&self) -> bool {
+        false
     }
 }
 
 /// Opens a Prefill leg.
 pub(super) fn prefill(
-    member: &Member,
+    member: &Arc<Member>,
     request: v1::PrefillRequest,
+    live: Live,
     trace: TraceContext,
 ) -> Leg<PrefillEvent> {
     let mut client = PrefillClient::new(member.channel()).max_decoding_message_size(MAX_EVENT_BYTES);
     let request = traced(request, trace);
     let address = member.address.clone();
-    let events = opened(async move { client.prefill(request).await })
-        .map(move |event| match event {
-            Ok(event) => prefill_event(event, &address),
-            Err(broken) => PrefillEvent::Fact(match broken.reason(&address) {
-                Reason::Said(cause) => PrefillFact::Failed(cause),
-                Reason::Unreachable => PrefillFact::Unreachable,
-                Reason::Lost => PrefillFact::Lost,
-            }),
-        })
-        .take_until(member.lost());
-    Leg { events: Box::pin(events), ended: false, _in_flight: member.enter() }
+    let events = opened(async move { client.prefill(request).await }).map(move |event| match event {
+        Ok(event) => prefill_event(event, &address),
+        Err((status, opened)) => PrefillEvent::Fact(match Broken::new(&status, opened, &address) {
+            Broken::Said(cause) => PrefillFact::Failed(cause),
+            Broken::Unreachable => PrefillFact::Unreachable,
+            Broken::Lost => PrefillFact::Lost,
+        }),
+    });
+    Leg::new(events, live, member)
 }
 
 /// Opens a Decode leg.
-pub(super) fn decode(member: &Member, request: v1::DecodeRequest, trace: TraceContext) -> Leg<DecodeEvent> {
+pub(super) fn decode(
+    member: &Arc<Member>,
+    request: v1::DecodeRequest,
+    live: Live,
+    trace: TraceContext,
+) -> Leg<DecodeEvent> {
     let mut client = DecodeClient::new(member.channel()).max_decoding_message_size(MAX_EVENT_BYTES);
     let request = traced(request, trace);
     let address = member.address.clone();
-    let events = opened(async move { client.decode(request).await })
-        .map(move |event| match event {
-            Ok(event) => decode_event(event, &address),
-            Err(broken) => DecodeEvent::Fact(match broken.reason(&address) {
-                Reason::Said(cause) => DecodeFact::Failed(cause),
-                Reason::Unreachable => DecodeFact::Unreachable,
-                Reason::Lost => DecodeFact::Lost,
-            }),
-        })
-        .take_until(member.lost());
-    Leg { events: Box::pin(events), ended: false, _in_flight: member.enter() }
+    let events = opened(async move { client.decode(request).await }).map(move |event| match event {
+        Ok(event) => decode_event(event, &address),
+        Err((status, opened)) => DecodeEvent::Fact(match Broken::new(&status, opened, &address) {
+            Broken::Said(cause) => DecodeFact::Failed(cause),
+            Broken::Unreachable => DecodeFact::Unreachable,
+            Broken::Lost => DecodeFact::Lost,
+        }),
+    });
+    Leg::new(events, live, member)
+}
+
+/// A worker that was not told within this time hears of it when the leg is dropped.
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Tells a decode worker that nothing more is wanted of a sequence. Nobody waits for the answer.
+pub(super) fn stop(member: &Member, request: v1::StopRequest, trace: TraceContext) {
+    let mut client = DecodeClient::new(member.channel());
+    let (request, sequence, address) =
+        (traced(request.clone(), trace), request.sequence, member.address.clone());
+    tokio::spawn(async move {
+        match tokio::time::timeout(STOP_TIMEOUT, client.stop(request)).await {
+            Ok(Ok(_)) => {}
+            Ok(Err(status)) => {
+                tracing::debug!(worker = address, sequence, code = %status.code(), "a sequence could not be stopped");
+            }
+            Err(_) => tracing::warn!(worker = address, sequence, "a worker did not take a stop in time"),
+        }
+    });
+}
+
+/// A prefill worker that does not answer within this time does not redirect; it holds nothing for longer anyway.
+const REDIRECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Has a prefill worker send elsewhere what it holds; answers whether it does.
+pub(super) fn redirect(
+    member: &Member,
+    request: v1::RedirectRequest,
+    trace: TraceContext,
+) -> impl Future<Output = bool> + Send + use<> {
+    let mut client = PrefillClient::new(member.channel());
+    let (request, address) = (traced(request, trace), member.address.clone());
+    async move {
+        match tokio::time::timeout(REDIRECT_TIMEOUT, client.redirect(request)).await {
+            Ok(Ok(_)) => true,
+            Ok(Err(status)) => {
+                let detail = status.message();
+                tracing::info!(worker = address, code = %status.code(), detail, "a worker did not redirect KV");
+                false
+            }
+            Err(_) => {
+                tracing::warn!(worker = address, "a worker did not take a redirect in time");
+                false
+            }
+        }
+    }
 }
 
 /// Events are small; a larger one is no event of ours.
@@ -129,138 +292,14 @@ fn traced<Message>(message: Message, trace: TraceContext) -> Request<Message> {
     request
 }
 
-/// A status in place of an event.
-struct Broken {
-    status: Status,
-    /// The stream had been opened.
-    opened: bool,
-}
-
-/// What a status means.
-enum Reason {
-    /// The worker's own word.
-    Said(Cause),
-    /// It never had the request.
-    Unreachable,
-    /// The stream broke.
-    Lost,
-}
-
-/// Opens a stream and goes through it.
+/// Opens a stream and goes through it; an error says whether the stream had been opened.
 fn opened<Event: Send + 'static>(
     open: impl Future<Output = Result<Response<Streaming<Event>>, Status>> + Send,
-) -> impl Stream<Item = Result<Event, Broken>> + Send {
+) -> impl Stream<Item = Result<Event, (Status, bool)>> + Send {
     futures::stream::once(open).flat_map(|opened| match opened {
         Ok(response) => {
-            let broken = |status| Broken { status, opened: true };
-            response.into_inner().map(move |event| event.map_err(broken)).left_stream()
+            response.into_inner().map(|event| event.map_err(|status| (status, true))).left_stream()
         }
-        Err(status) => futures::stream::iter([Err(Broken { status, opened: false })]).right_stream(),
+        Err(status) => futures::stream::iter([Err((status, false))]).right_stream(),
     })
-}
-
-impl Broken {
-    fn reason(&self, address: &str) -> Reason {
-        let (code, detail) = (self.status.code(), self.status.message());
-        tracing::warn!(worker = address, %code, detail, "a worker refused or dropped a leg");
-        match code {
-            Code::AlreadyExists => Reason::Said(Cause::Duplicate),
-            Code::ResourceExhausted => Reason::Said(Cause::Busy),
-            Code::FailedPrecondition => Reason::Said(Cause::Layout),
-            Code::DeadlineExceeded => Reason::Said(Cause::Deadline),
-            Code::InvalidArgument | Code::OutOfRange | Code::Unimplemented => Reason::Said(Cause::Protocol),
-            Code::NotFound => Reason::Said(Cause::NotFound),
-            Code::Unavailable if !self.opened => Reason::Unreachable,
-            Code::Ok
-            | Code::Cancelled
-            | Code::Unknown
-            | Code::PermissionDenied
-            | Code::Aborted
-            | Code::Internal
-            | Code::Unavailable
-            | Code::DataLoss
-            | Code::Unauthenticated => Reason::Lost,
-        }
-    }
-}
-
-fn failed(failed: &v1::Failed, address: &str) -> Cause {
-    let cause = cause(failed.cause());
-    let detail = &failed.detail;
-    tracing::warn!(worker = address, cause = cause.name(), detail, "a worker ended a leg");
-    cause
-}
-
-fn prefill_event(event: v1::PrefillEvent, address: &str) -> PrefillEvent {
-    use v1::prefill_event::Event;
-    let broken = PrefillEvent::Fact(PrefillFact::Failed(Cause::Protocol));
-    match event.event {
-        None => broken,
-        Some(Event::FirstToken(first)) => {
-            let finish = finish(first.finish());
-            let Some(token) = first.token.as_ref().map(token) else { return broken };
-            PrefillEvent::FirstToken {
-                token,
-                finish,
-                cached_tokens: first.times.map_or(0, |times| times.cached_tokens),
-            }
-        }
-        Some(Event::HandoffDone(_)) => PrefillEvent::Fact(PrefillFact::Done),
-        Some(Event::Failed(reason)) => PrefillEvent::Fact(PrefillFact::Failed(failed(&reason, address))),
-    }
-}
-
-fn decode_event(event: v1::DecodeEvent, address: &str) -> DecodeEvent {
-    use v1::decode_event::Event;
-    match event.event {
-        None => DecodeEvent::Fact(DecodeFact::Failed(Cause::Protocol)),
-        Some(Event::Started(started)) => {
-            let ms = |us: u64| us as f64 / 1e3;
-            let kv = started.kv.filter(|kv| kv.bytes > 0).map(|kv| Kv {
-                bytes: kv.bytes,
-                total_ms: ms(kv.total_us),
-                exposed_ms: ms(kv.exposed_us),
-            });
-            DecodeEvent::Started { kv, cached_tokens: started.cached_tokens }
-        }
-        Some(Event::Tokens(tokens)) => DecodeEvent::Tokens(tokens.tokens.iter().map(token).collect()),
-        Some(Event::Finished(finished)) => DecodeEvent::Fact(match finish(finished.reason()) {
-            Some(reason) => DecodeFact::Finished(reason),
-            None => DecodeFact::Failed(Cause::Protocol),
-        }),
-        Some(Event::Failed(reason)) => DecodeEvent::Fact(DecodeFact::Failed(failed(&reason, address))),
-    }
-}
-
-fn token(token: &v1::SampledToken) -> SampledToken {
-    SampledToken { id: token.id, logprob: token.logprob, index: token.index }
-}
-
-fn finish(reason: v1::FinishReason) -> Option<FinishReason> {
-    match reason {
-        v1::FinishReason::Unspecified => None,
-        v1::FinishReason::Stop => Some(FinishReason::Stop),
-        v1::FinishReason::Length => Some(FinishReason::Length),
-    }
-}
-
-fn cause(wire: v1::Cause) -> Cause {
-    match wire {
-        v1::Cause::Unspecified | v1::Cause::Protocol => Cause::Protocol,
-        v1::Cause::Cancelled => Cause::Cancelled,
-        v1::Cause::Deadline => Cause::Deadline,
-        v1::Cause::Duplicate => Cause::Duplicate,
-        v1::Cause::WrongInstance => Cause::WrongInstance,
-        v1::Cause::Busy => Cause::Busy,
-        v1::Cause::TooLarge => Cause::TooLarge,
-        v1::Cause::Layout => Cause::Layout,
-        v1::Cause::Corrupt => Cause::Corrupt,
-        v1::Cause::PeerLost => Cause::PeerLost,
-        v1::Cause::NotFound => Cause::NotFound,
-        v1::Cause::Draining => Cause::Draining,
-        v1::Cause::Expired => Cause::Expired,
-        v1::Cause::Engine => Cause::Engine,
-        v1::Cause::NotNeeded => Cause::NotNeeded,
-        v1::Cause::SlowReader => Cause::SlowReader,
-    }
 }

@@ -19,6 +19,7 @@ pub(super) struct Outbox {
 }
 
 /// Why nothing more can be said.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unheard {
     /// The client left.
     Gone,

@@ -2,7 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use baton_handoff::RequestId;
+use baton_handoff::{FinishReason, RequestId};
 use serde_json::{Map, Value, json};
 
 use crate::ask::Form;
@@ -22,6 +22,14 @@ pub(super) struct Shape {
     id: String,
     created: u64,
     model: String,
+}
+
+/// One whole choice.
+#[derive(Default)]
+pub(super) struct Choice {
+    pub(super) text: String,
+    pub(super) token_ids: Vec<u32>,
+    pub(super) reason: Option<FinishReason>,
 }
 
 impl Shape {
@@ -45,51 +53,60 @@ impl Shape {
     }
 
     /// A whole answer.
-    pub(super) fn whole(&self, text: &str, token_ids: &[u32], summary: &Summary) -> Value {
-        let reason = finish_name(summary.reason);
-        let mut choice = match self.face {
-            Face::Chat => json!({
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": null,
-                "finish_reason": reason,
-            }),
-            Face::Completion => json!({"index": 0, "text": text, "logprobs": null, "finish_reason": reason}),
-        };
-        if self.form.return_token_ids {
-            choice["token_ids"] = json!(token_ids);
-        }
+    pub(super) fn whole(&self, choices: &[Choice], summary: &Summary) -> Value {
+        let choices: Vec<Value> =
+            choices.iter().enumerate().map(|(index, choice)| self.whole_choice(index, choice)).collect();
         let kind = match self.face {
             Face::Chat => "chat.completion",
             Face::Completion => "text_completion",
         };
-        let mut object = self.object(kind, json!([choice]));
+        let mut object = self.object(kind, json!(choices));
         object.insert("usage".to_owned(), usage(&summary.usage));
         object.insert("baton".to_owned(), baton(summary));
         Value::Object(object)
     }
 
-    /// The first chunk of a chat: its role. Completions have none.
-    pub(super) fn role_chunk(&self) -> Option<Value> {
-        (self.face == Face::Chat).then(|| self.chunk(json!({"role": "assistant", "content": ""}), None, &[]))
+    fn whole_choice(&self, index: usize, choice: &Choice) -> Value {
+        let mut value =
+            json!({"index": index, "logprobs": null, "finish_reason": choice.reason.map(finish_name)});
+        match self.face {
+            Face::Chat => value["message"] = json!({"role": "assistant", "content": choice.text}),
+            Face::Completion => value["text"] = json!(choice.text),
+        }
+        if self.form.return_token_ids {
+            value["token_ids"] = json!(choice.token_ids);
+        }
+        value
+    }
+
+    /// The first chunk of a choice of a chat: its role. Completions have none.
+    pub(super) fn role_chunk(&self, index: u32) -> Option<Value> {
+        let role = || json!({"role": "assistant", "content": ""});
+        (self.face == Face::Chat).then(|| self.chunk(index, role(), None, &[]))
     }
 
     /// A chunk of text; `None` when it would say nothing.
-    pub(super) fn text_chunk(&self, text: &str, token_ids: &[u32]) -> Option<Value> {
+    pub(super) fn text_chunk(&self, index: u32, text: &str, token_ids: &[u32]) -> Option<Value> {
         let says = !text.is_empty() || (self.form.return_token_ids && !token_ids.is_empty());
         says.then(|| match self.face {
-            Face::Chat => self.chunk(json!({"content": text}), None, token_ids),
-            Face::Completion => self.chunk(json!(text), None, token_ids),
+            Face::Chat => self.chunk(index, json!({"content": text}), None, token_ids),
+            Face::Completion => self.chunk(index, json!(text), None, token_ids),
         })
     }
 
-    /// The last chunks: the reason, then, if asked for, usage. What the request cost is on the very last one.
-    pub(super) fn last_chunks(&self, summary: &Summary) -> Vec<Value> {
+    /// The last chunk of a choice: its reason.
+    pub(super) fn finish_chunk(&self, index: u32, reason: FinishReason) -> Value {
         let empty = match self.face {
             Face::Chat => json!({}),
             Face::Completion => json!(""),
         };
-        let mut chunks = vec![self.chunk(empty, Some(finish_name(summary.reason)), &[])];
+        self.chunk(index, empty, Some(finish_name(reason)), &[])
+    }
+
+    /// The last chunks of all: the reason of the choice that ended last, then, if asked for, usage. What the request cost
+    /// is on the very last one.
+    pub(super) fn last_chunks(&self, summary: &Summary) -> Vec<Value> {
+        let mut chunks = vec![self.finish_chunk(summary.index, summary.reason)];
         if self.form.include_usage {
             let mut object = self.object(self.chunk_kind(), json!([]));
             object.insert("usage".to_owned(), usage(&summary.usage));
@@ -108,12 +125,12 @@ impl Shape {
         }
     }
 
-    fn chunk(&self, says: Value, reason: Option<&str>, token_ids: &[u32]) -> Value {
+    fn chunk(&self, index: u32, says: Value, reason: Option<&str>, token_ids: &[u32]) -> Value {
         let field = match self.face {
             Face::Chat => "delta",
             Face::Completion => "text",
         };
-        let mut choice = json!({"index": 0, "logprobs": null, "finish_reason": reason});
+        let mut choice = json!({"index": index, "logprobs": null, "finish_reason": reason});
         choice[field] = says;
         if self.form.return_token_ids {
             choice["token_ids"] = json!(token_ids);
@@ -135,7 +152,7 @@ fn usage(usage: &Usage) -> Value {
     })
 }
 
-/// How it ran and what the transfer cost; figures are 0 when no KV moved.
+/// How it ran and what its transfers cost; figures are 0 when no KV moved.
 fn baton(summary: &Summary) -> Value {
     let kv = summary.kv.map_or_else(
         || json!({"bytes": 0, "total_ms": 0.0, "exposed_ms": 0.0}),

@@ -26,13 +26,16 @@ struct Streamed {
 /// Streams an answer whose first output may have been taken already. Dropping the body cancels the request.
 pub(super) fn response(
     shape: Shape,
+    num_choices: u32,
     first: Option<Output>,
     outputs: mpsc::Receiver<Output>,
     keep_alive: Duration,
 ) -> Response {
     let mut streamed = Streamed { shape, outputs, ready: VecDeque::new(), ended: false };
-    if let Some(chunk) = streamed.shape.role_chunk() {
-        streamed.push(&chunk);
+    for index in 0..num_choices {
+        if let Some(chunk) = streamed.shape.role_chunk(index) {
+            streamed.push(&chunk);
+        }
     }
     if let Some(first) = first {
         streamed.take(first);
@@ -67,10 +70,14 @@ impl Streamed {
     fn take(&mut self, output: Output) {
         match output {
             Output::Placed(_) => {}
-            Output::Piece { text, token_ids } => {
-                if let Some(chunk) = self.shape.text_chunk(&text, &token_ids) {
+            Output::Piece { index, text, token_ids } => {
+                if let Some(chunk) = self.shape.text_chunk(index, &text, &token_ids) {
                     self.push(&chunk);
                 }
+            }
+            Output::Finished { index, reason } => {
+                let chunk = self.shape.finish_chunk(index, reason);
+                self.push(&chunk);
             }
             Output::End(Ok(summary)) => {
                 for chunk in self.shape.last_chunks(&summary) {

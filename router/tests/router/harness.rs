@@ -39,6 +39,8 @@ pub(crate) fn config(prefill: &[FakeWorker], decode: &[FakeWorker], options: &[&
     let mut arguments: Vec<String> = ["router", "--model", "builtin:tiny", "--http-listen", "127.0.0.1:0"]
         .iter()
         .chain(&["--grpc-listen", "127.0.0.1:0", "--heartbeat-timeout", "10"])
+        // Prompts of tests are short: they would stay on the decode worker.
+        .chain(&["--max-local-tokens", "0"])
         .map(ToString::to_string)
         .collect();
     for (option, workers) in [("--prefill-worker", prefill), ("--decode-worker", decode)] {

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use baton_dispatch::RequestEnd;
 
-use crate::legs::{Chances, World};
+use crate::world::{Chances, World};
 
 const RUNS: u64 = 4_000;
 
@@ -29,41 +29,79 @@ fn each(chances: Chances, check: impl Fn(&World)) {
     }
 }
 
+const EVERYTHING: Chances = Chances {
+    crash: 15,
+    failed: 30,
+    repeat: 200,
+    late: 200,
+    cancel: 0,
+    stop: 0,
+    unplaced: 100,
+    slow_place: 300,
+    not_redirected: 200,
+    local: 200,
+    preempt: 200,
+    max_crashes: 10,
+    deadline: 0,
+};
+
 #[test]
-fn an_undisturbed_request_is_one_attempt_and_finishes() {
+fn an_undisturbed_request_is_one_attempt_and_delivers_every_sequence() {
     each(Chances { local: 200, ..Chances::default() }, |world| {
-        assert!(matches!(world.end, Some(RequestEnd::Finished(_))));
+        assert_eq!(world.end, Some(RequestEnd::Finished));
         assert_eq!(world.num_opened, 1);
     });
 }
 
 #[test]
 fn each_index_is_delivered_once_in_order_whatever_fails_or_repeats() {
-    let chances = Chances {
-        lost: 15,
-        failed: 30,
-        repeat: 200,
-        late: 200,
-        unplaced: 100,
-        local: 200,
-        ..Chances::default()
-    };
-    each(chances, |_| {});
+    each(EVERYTHING, |_| {});
 }
 
 #[test]
-fn one_failed_attempt_is_resumed_to_the_same_tokens() {
-    let resumed = std::cell::Cell::new(0);
-    each(Chances { lost: 12, local: 100, late: 100, ..Chances::default() }, |world| {
-        if world.num_opened == 2 && matches!(world.end, Some(RequestEnd::Finished(_))) {
-            resumed.set(resumed.get() + 1);
-        }
+fn one_crash_is_one_failure_however_many_groups_it_hits() {
+    let several = std::cell::Cell::new(0);
+    let chances =
+        Chances { crash: 25, max_crashes: 1, local: 100, late: 100, preempt: 300, ..Chances::default() };
+    each(chances, |world| {
+        assert_eq!(world.end, Some(RequestEnd::Finished));
+        assert!(u64::from(world.request.num_retries()) <= world.num_crashes);
+        several.set(several.get() + u32::from(world.num_crashes == 1 && world.num_resumed > 2));
     });
-    assert!(std::env::var("BATON_SEED").is_ok() || resumed.get() > 100, "only {} resumed", resumed.get());
+    assert!(std::env::var("BATON_SEED").is_ok() || several.get() > 100, "only {}", several.get());
 }
 
 #[test]
-fn a_cancel_or_a_stop_string_at_any_moment_is_the_end() {
-    let chances = Chances { cancel: 30, stop: 20, failed: 30, late: 200, repeat: 50, ..Chances::default() };
+fn preemption_costs_no_budget_and_no_wait() {
+    let resumed = std::cell::Cell::new(0);
+    each(Chances { preempt: 400, local: 200, late: 100, repeat: 50, ..Chances::default() }, |world| {
+        assert_eq!(world.end, Some(RequestEnd::Finished));
+        assert_eq!(world.request.num_retries(), 0);
+        assert!(!world.has_waited, "backs off after a preemption");
+        resumed.set(resumed.get() + world.num_resumed);
+    });
+    assert!(std::env::var("BATON_SEED").is_ok() || resumed.get() > 1_000, "only {}", resumed.get());
+}
+
+#[test]
+fn a_cancel_a_deadline_or_stop_strings_at_any_moment_leave_nothing_open() {
+    let chances = Chances { cancel: 10, stop: 40, deadline: 200, ..EVERYTHING };
     each(chances, |_| {});
+}
+
+#[test]
+fn a_stop_string_ends_its_sequence_and_no_other() {
+    each(Chances { stop: 60, local: 200, late: 200, preempt: 200, ..Chances::default() }, |world| {
+        assert_eq!(world.end, Some(RequestEnd::Finished));
+    });
+}
+
+#[test]
+fn a_decode_worker_lost_while_it_receives_costs_no_second_prefill() {
+    let redirected = std::cell::Cell::new(0);
+    each(Chances { crash: 250, max_crashes: 1, repeat: 100, late: 100, ..Chances::default() }, |world| {
+        assert_eq!(world.end, Some(RequestEnd::Finished));
+        redirected.set(redirected.get() + world.num_redirected);
+    });
+    assert!(std::env::var("BATON_SEED").is_ok() || redirected.get() > 50, "only {}", redirected.get());
 }

@@ -8,9 +8,7 @@ use std::sync::Arc;
 
 use baton_engine::{Arena, CpuEngine, CpuEngineConfig, WeightSource};
 use baton_model::{Model, ModelName, NoProgress, ResolveOptions, resolve};
-use baton_scheduler::{
-    Engine, Flow, Logits, RowSampling, Sampled, SamplingParams, SequenceId, StepOutput, StepPlan,
-};
+use baton_scheduler::{Engine, Flow, RowSampling, Sampled, SamplingParams, SequenceId, StepOutput, StepPlan};
 
 /// The default model from the user's cache, fetched if need be. Where it can't be had the test skips, saying why; with
 /// `CI=true` that is a failure.
@@ -58,6 +56,14 @@ impl Random {
     }
 }
 
+/// Which logits a row of a hand-made plan wants.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Logits {
+    None,
+    Last(RowSampling),
+    All,
+}
+
 /// A sequence's id, block table and tokens whose KV is in the blocks.
 pub struct Sequence {
     pub id: u64,
@@ -97,7 +103,12 @@ impl Rig {
     /// Adds a row of new tokens to the plan.
     pub fn add(&mut self, sequence: &mut Sequence, tokens: &[u32], logits: Logits) {
         let used = self.engine.layout().blocks_for(sequence.done + tokens.len());
-        self.plan.push(SequenceId(sequence.id), sequence.done, tokens, &sequence.blocks[..used], logits);
+        let (id, blocks) = (SequenceId(sequence.id), &sequence.blocks[..used]);
+        match logits {
+            Logits::None => self.plan.push(id, sequence.done, tokens, blocks, &[]),
+            Logits::Last(sampling) => self.plan.push(id, sequence.done, tokens, blocks, &[sampling]),
+            Logits::All => self.plan.push_all_logits(id, sequence.done, tokens, blocks),
+        }
         sequence.done += tokens.len();
     }
 

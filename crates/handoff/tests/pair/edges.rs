@@ -4,14 +4,15 @@ use std::time::Duration;
 
 use baton_handoff::{
     Cause, Commit, Destination, DestinationAction, DestinationEnd, DestinationFact, DestinationMessage,
-    InstanceId, SampledToken, Source, SourceAction, SourceEnd, SourceFact, SourceMessage, Time, Timers,
+    InstanceId, MAX_SEQUENCES, Source, SourceAction, SourceEnd, SourceFact, SourceMessage, Time, Timers,
 };
 
+use crate::shell::first_tokens;
 use crate::world::{PROMPT_TOKENS, destination_config, source_config};
 
-const T0: Time = Time::ZERO;
+pub(crate) const T0: Time = Time::ZERO;
 
-fn drain_source(source: &mut Source) -> Vec<SourceAction> {
+pub(crate) fn drain_source(source: &mut Source) -> Vec<SourceAction> {
     std::iter::from_fn(|| source.poll()).collect()
 }
 
@@ -33,7 +34,7 @@ fn offered() -> DestinationFact {
 }
 
 fn commit(bytes: u64) -> Commit {
-    Commit { first_token: SampledToken { id: 1, logprob: 0.0, index: 0 }, finish: None, bytes, frames: 1 }
+    Commit { first_tokens: first_tokens(1, |_| false), bytes, frames: 1 }
 }
 
 fn receiving(bytes: u64) -> Destination {
@@ -103,7 +104,7 @@ fn what_contradicts_the_grant_is_a_protocol_violation() {
     for fact in
         [DestinationFact::Verified { bytes: 11 }, DestinationFact::Received(SourceMessage::Commit(commit(9)))]
     {
-        assert_eq!(feed(&mut receiving(10), fact), [gone, DestinationAction::Fence]);
+        assert_eq!(feed(&mut receiving(10), fact), [gone.clone(), DestinationAction::Fence]);
     }
     let mut destination = Destination::new(destination_config());
     let source = InstanceId([1; 16]);
@@ -114,6 +115,62 @@ fn what_contradicts_the_grant_is_a_protocol_violation() {
         DestinationFact::Offered { source, destination: InstanceId([3; 16]), prompt_tokens: PROMPT_TOKENS };
     let gone = DestinationAction::Send(DestinationMessage::Gone(Cause::WrongInstance));
     assert_eq!(feed(&mut destination, wrong), [gone]);
+}
+
+#[test]
+fn a_group_is_needed_at_the_destination_until_every_first_token_ends_its_sequence() {
+    let sampled =
+        |ends: fn(u32) -> bool| SourceFact::Sampled { first: first_tokens(3, ends), bytes: 10, frames: 1 };
+    let mut source = computing(10);
+    source.handle(T0, sampled(|nth| nth != 1));
+    let going = [SourceAction::Send(SourceMessage::Notice), SourceAction::Transmit { up_to: 10 }];
+    assert_eq!(drain_source(&mut source), going);
+    source.handle(T0, SourceFact::Sent { bytes: 10 });
+    let commit = Commit { first_tokens: first_tokens(3, |nth| nth != 1), bytes: 10, frames: 1 };
+    assert_eq!(drain_source(&mut source), [SourceAction::Send(SourceMessage::Commit(commit.clone()))]);
+    let mut destination = receiving(10);
+    feed(&mut destination, DestinationFact::Verified { bytes: 10 });
+    feed(&mut destination, DestinationFact::Received(SourceMessage::Commit(commit.clone())));
+    let actions = feed(&mut destination, DestinationFact::WriterEnded);
+    assert_eq!(actions.first(), Some(&DestinationAction::Run(commit)));
+
+    let mut source = computing(10);
+    source.handle(T0, sampled(|_| true));
+    let abort = SourceAction::Send(SourceMessage::Abort(Cause::NotNeeded));
+    assert_eq!(drain_source(&mut source), [SourceAction::Fence, SourceAction::Release, abort]);
+    source.handle(T0, SourceFact::Received(DestinationMessage::Aborted { committed: false }));
+    assert_eq!(drain_source(&mut source), [SourceAction::End(SourceEnd::NotNeeded)]);
+}
+
+#[test]
+fn first_tokens_that_are_no_group_are_a_protocol_violation_on_both_sides() {
+    let mut gap = first_tokens(3, |_| false);
+    gap.remove(1);
+    for first in [vec![], gap, first_tokens(MAX_SEQUENCES as u32 + 1, |_| false)] {
+        let commit = Commit { first_tokens: first.clone(), bytes: 10, frames: 1 };
+        let actions = feed(&mut receiving(10), DestinationFact::Received(SourceMessage::Commit(commit)));
+        let gone = DestinationAction::Send(DestinationMessage::Gone(Cause::Protocol));
+        assert_eq!(actions, [gone, DestinationAction::Fence]);
+        let mut source = computing(10);
+        source.handle(T0, SourceFact::Sampled { first, bytes: 10, frames: 1 });
+        let abort = SourceAction::Send(SourceMessage::Abort(Cause::Protocol));
+        assert!(drain_source(&mut source).contains(&abort));
+    }
+}
+
+#[test]
+fn a_preempted_reservation_is_told_to_the_source_by_its_own_cause() {
+    let mut destination = receiving(10);
+    let actions = feed(&mut destination, DestinationFact::Cancelled(Cause::Preempted));
+    let gone = DestinationAction::Send(DestinationMessage::Gone(Cause::Preempted));
+    assert_eq!(actions, [gone, DestinationAction::Fence]);
+    let actions = feed(&mut destination, DestinationFact::WriterEnded);
+    let end = DestinationAction::End(DestinationEnd::Failed(Cause::Preempted));
+    assert_eq!(actions, [DestinationAction::Free, end]);
+    let mut source = computing(10);
+    source.handle(T0, SourceFact::Received(DestinationMessage::Gone(Cause::Preempted)));
+    let end = SourceAction::End(SourceEnd::Failed(Cause::Preempted));
+    assert_eq!(drain_source(&mut source), [SourceAction::Fence, SourceAction::Release, end]);
 }
 
 #[test]
@@ -130,7 +187,7 @@ fn an_unused_grant_expires_and_progress_has_its_own_bound() {
     assert_eq!(drain(&mut destination), [gone, DestinationAction::Fence]);
 }
 
-fn computing(credit: u64) -> Source {
+pub(crate) fn computing(credit: u64) -> Source {
     let mut source = Source::new(source_config());
     source.handle(T0, SourceFact::NearHead);
     source.handle(T0, SourceFact::Received(DestinationMessage::Grant { skip_tokens: 0, credit }));

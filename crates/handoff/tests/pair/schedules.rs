@@ -105,7 +105,23 @@ fn everything_at_once_ends_in_bounded_time_without_a_leak() {
         finish_first: 50,
         never_reserve: 30,
         stuck_writer: 0,
+        redirect: 0,
     };
     each(chances, |_| {});
     each(Chances { stuck_writer: 300, ..chances }, |_| {});
+    each(Chances { redirect: 600, ..chances }, |_| {});
+}
+
+#[test]
+fn held_blocks_reach_another_destination_when_the_first_is_lost() {
+    let redirected = std::cell::Cell::new(0);
+    let chances = Chances { break_control: 1000, redirect: 1000, ..Chances::default() };
+    each(chances, |world| {
+        if world.num_redirects > 0 {
+            assert_eq!(world.source_end, Some(SourceEnd::Committed));
+            assert_eq!(world.destination_end, Some(DestinationEnd::Committed));
+            redirected.set(redirected.get() + 1);
+        }
+    });
+    assert!(std::env::var("BATON_SEED").is_ok() || redirected.get() > 200, "only {}", redirected.get());
 }

@@ -1,8 +1,20 @@
 //! The bulk ends: a sender that cuts the byte stream into frames, and a receiver that keeps what it verified.
 
-use baton_handoff::{FinishReason, SampledToken, SourceFact};
+use baton_handoff::{FinishReason, FirstToken, SampledToken, SourceFact};
 
 pub(crate) const FRAME: u64 = 16;
+
+/// First tokens of a group of `num` sequences; those for which `ends` says so are finished.
+pub(crate) fn first_tokens(num: u32, mut ends: impl FnMut(u32) -> bool) -> Vec<FirstToken> {
+    let token = |sequence| SampledToken { id: 7 + sequence, logprob: -0.5, index: 0 };
+    (0..num)
+        .map(|sequence| FirstToken {
+            sequence,
+            token: token(sequence),
+            finish: ends(sequence).then_some(FinishReason::Stop),
+        })
+        .collect()
+}
 
 pub(crate) struct Sender {
     pub(crate) total: u64,
@@ -45,13 +57,8 @@ impl Sender {
         self.up_to = from;
     }
 
-    pub(crate) fn sampled(&self, ends: bool) -> SourceFact {
-        SourceFact::Sampled {
-            first: SampledToken { id: 7, logprob: -0.5, index: 0 },
-            finish: ends.then_some(FinishReason::Stop),
-            bytes: self.total,
-            frames: self.total.div_ceil(FRAME),
-        }
+    pub(crate) fn sampled(&self, first: Vec<FirstToken>) -> SourceFact {
+        SourceFact::Sampled { first, bytes: self.total, frames: self.total.div_ceil(FRAME) }
     }
 }
 

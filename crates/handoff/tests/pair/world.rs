@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use baton_handoff::{
     Cause, Destination, DestinationAction, DestinationConfig, DestinationEnd, DestinationFact,
-    DestinationMessage, HandoffKey, InstanceId, RequestId, Source, SourceAction, SourceConfig, SourceEnd,
-    SourceFact, SourceMessage, Time, Timers,
+    DestinationMessage, FirstToken, HandoffKey, InstanceId, RequestId, Source, SourceAction, SourceConfig,
+    SourceEnd, SourceFact, SourceMessage, Time, Timers,
 };
 
 use crate::random::Random;
-use crate::shell::{Receiver, Sender};
+use crate::shell::{Receiver, Sender, first_tokens};
 
 /// What may go wrong, per mille.
 #[derive(Clone, Copy, Default)]
@@ -26,6 +26,7 @@ pub(crate) struct Chances {
     pub(crate) finish_first: u64,
     pub(crate) never_reserve: u64,
     pub(crate) stuck_writer: u64,
+    pub(crate) redirect: u64,
 }
 
 #[derive(Debug)]
@@ -40,6 +41,8 @@ pub(crate) enum Event {
     Push(u32),
     BreakBulk,
     BreakControl,
+    /// The router wants what is held elsewhere.
+    Redirect,
 }
 
 /// One handoff under test. Every check panics with what it found; the caller prints the seed.
@@ -58,6 +61,11 @@ pub(crate) struct World {
     pub(crate) granted: bool,
     computing: bool,
     released: bool,
+    held: bool,
+    pub(crate) num_redirects: u32,
+    /// Of the handoff under way.
+    began: Time,
+    first_tokens: Vec<FirstToken>,
     destination_cancelled: bool,
     pub(crate) ran: bool,
     freed: bool,
@@ -110,6 +118,10 @@ impl World {
             granted: false,
             computing: false,
             released: false,
+            held: false,
+            num_redirects: 0,
+            began: Time::ZERO,
+            first_tokens: Vec::new(),
             destination_cancelled: false,
             ran: false,
             freed: false,
@@ -139,6 +151,11 @@ impl World {
                 self.after(at, event);
             }
         }
+        if self.random.chance(self.chances.redirect) {
+            // It may know before the source does.
+            let at = self.random.below(500);
+            self.after(at, Event::Redirect);
+        }
         if self.random.chance(self.chances.break_bulk / 4) {
             let at = self.random.below(400);
             self.after(at, Event::BreakBulk);
@@ -158,7 +175,7 @@ impl World {
             let next = self.events.keys().next().copied();
             match (next, timer) {
                 (Some((at, _)), timer) if timer.is_none_or(|timer| at <= timer) => {
-                    self.now = at;
+                    self.now = self.now.max(at);
                     let (_, event) = self.events.pop_first().expect("peeked");
                     self.step(event);
                 }
@@ -174,7 +191,10 @@ impl World {
                 }
                 _ => break,
             }
-            assert!(self.now < Timers::default().tombstone(), "not over after every timer together");
+            assert!(
+                self.now - self.began < Timers::default().tombstone(),
+                "not over after every timer together"
+            );
         }
         self.check_end();
     }
@@ -188,6 +208,7 @@ impl World {
             Event::Frame(stream, frame, damaged) => self.frame(stream, frame, damaged),
             Event::BreakBulk => self.break_bulk(),
             Event::BreakControl => self.break_control(),
+            Event::Redirect => self.redirect(),
         }
     }
 
@@ -219,7 +240,11 @@ impl World {
                 assert!(self.granted, "the source computes before the destination granted");
                 assert!(!self.computing, "computes twice");
                 self.computing = true;
-                self.next_chunk(0);
+                if self.first_tokens.is_empty() {
+                    self.next_chunk(0);
+                } else {
+                    self.after(1, Event::Chunk(self.sender.total));
+                }
             }
             SourceAction::Transmit { up_to } => {
                 let outstanding = up_to - self.receiver.contiguous().min(up_to);
@@ -239,12 +264,22 @@ impl World {
                 self.after(1, Event::Push(self.sender.stream));
             }
             SourceAction::Fence => self.sender.fenced = true,
+            SourceAction::Hold(_) => {
+                assert!(!self.released && !self.first_tokens.is_empty(), "holds what is not there");
+                assert!(self.sender.fenced || !self.computing, "holds under a live sender");
+                self.held = true;
+                if self.random.chance(self.chances.redirect) {
+                    let ms = self.random.below(4_000);
+                    self.after(ms, Event::Redirect);
+                }
+            }
             SourceAction::Release => {
                 assert!(!self.released, "released twice");
                 assert!(self.ran || self.sender.fenced || !self.computing, "released under a live sender");
                 self.released = true;
             }
             SourceAction::End(end) => {
+                assert!(!self.held || end != SourceEnd::Committed, "committed while held");
                 assert!(self.released, "ended with blocks");
                 if end == SourceEnd::Committed {
                     assert!(self.ran, "the source believes in a commit that was not");
@@ -282,6 +317,8 @@ impl World {
                 assert!(self.receiver.is_whole(), "runs with unverified bytes");
                 assert!(!self.destination_cancelled, "cancel must win over a commit that is not done");
                 assert_eq!(commit.bytes, self.receiver.total);
+                assert_eq!(commit.first_tokens, self.first_tokens, "not what the source sampled");
+                assert!(!commit.is_finished(), "runs though every sequence has ended");
                 self.ran = true;
             }
             DestinationAction::Free => {
@@ -315,12 +352,12 @@ impl World {
 
     fn tell_destination(&mut self, message: SourceMessage) {
         let fact = DestinationFact::Received(message);
-        self.deliver(0, |_| Event::Destination(fact));
+        self.deliver(0, |()| Event::Destination(fact.clone()));
     }
 
     fn tell_source(&mut self, message: DestinationMessage) {
         let fact = SourceFact::Received(message);
-        self.deliver(1, |_| Event::Source(fact));
+        self.deliver(1, |()| Event::Source(fact.clone()));
     }
 
     /// In order unless it may be reordered; a control stream that is down takes nothing.
@@ -364,8 +401,17 @@ impl World {
             self.source_fact(SourceFact::Encoded { bytes });
             return self.next_chunk(bytes);
         }
-        let ends = self.random.chance(self.chances.finish_first);
-        self.source_fact(self.sender.sampled(ends));
+        if !self.first_tokens.is_empty() {
+            return self.source_fact(self.sender.sampled(self.first_tokens.clone()));
+        }
+        let num = 1 + self.random.below(4) as u32;
+        let all = self.random.chance(self.chances.finish_first);
+        // One of them goes on unless all end.
+        let goes_on = self.random.below(u64::from(num)) as u32;
+        let random = &mut self.random;
+        let first = first_tokens(num, |nth| all || (nth != goes_on && random.chance(300)));
+        self.first_tokens.clone_from(&first);
+        self.source_fact(self.sender.sampled(first));
     }
 
     fn push(&mut self, stream: u32) {
@@ -404,5 +450,50 @@ impl World {
         let (a, b) = (self.random.below(20), self.random.below(20));
         self.after(a, Event::Source(SourceFact::BulkLost));
         self.after(b, Event::Destination(DestinationFact::BulkLost));
+    }
+}
+
+impl World {
+    /// The old destination sees its control stream end; another one takes its place.
+    fn redirect(&mut self) {
+        // The router closes the old Decode leg first, so that one that has committed does not run on.
+        if !self.source.can_redirect() || self.num_redirects > 0 {
+            return;
+        }
+        self.num_redirects += 1;
+        self.end_destination();
+        self.events.retain(|_, event| matches!(event, Event::Source(SourceFact::Cancelled(_))));
+        let key = HandoffKey { attempt: 1, ..key() };
+        let instance = InstanceId([3; 16]);
+        self.destination = Destination::new(DestinationConfig { key, instance, ..destination_config() });
+        self.receiver = Receiver::new(self.receiver.total);
+        (self.granted, self.ran, self.freed, self.destination_cancelled) = (false, false, false, false);
+        (self.control_up, self.last_arrival) = (true, [self.now; 2]);
+        self.destination_end = None;
+        (self.began, self.held) = (self.now, false);
+        self.source_fact(SourceFact::Redirected { key, destination: instance });
+        assert!(self.sender.fenced || !self.computing, "redirects under a live sender");
+        self.computing = false;
+        self.sender = Sender::new(self.sender.total);
+        self.break_again();
+    }
+
+    fn end_destination(&mut self) {
+        self.control_up = false;
+        self.destination_fact(DestinationFact::Cancelled(Cause::Cancelled));
+        self.destination_fact(DestinationFact::ControlLost);
+        while self.destination_end.is_none() {
+            self.now = self.now.max(self.destination.deadline().unwrap_or(self.now));
+            self.destination_fact(DestinationFact::WriterEnded);
+            self.destination_fact(DestinationFact::Tick);
+        }
+    }
+
+    /// The second time may fail as well.
+    fn break_again(&mut self) {
+        if self.random.chance(self.chances.lose) {
+            let at = self.random.below(100);
+            self.after(at, Event::BreakControl);
+        }
     }
 }

@@ -3,13 +3,13 @@
 use baton_dispatch::DecodeFact;
 use baton_handoff::{
     Cause, Destination, DestinationAction, DestinationConfig, DestinationEnd, DestinationFact,
-    DestinationMessage, HandoffKey, Match, Offer, SampledToken, SourceMessage,
+    DestinationMessage, FinishReason, HandoffKey, Match, Offer, SampledToken, SourceMessage,
 };
 use baton_kv::WriteLease;
-use baton_scheduler::{Event, FirstToken, Origin};
+use baton_scheduler::{Event, FirstToken, Origin, SequenceId};
 
 use super::Worker;
-use super::leg::{DecodeLeg, Leg, LegSpec, StreamUse};
+use super::leg::{DecodeLeg, Leg, LegSpec, LegStage, StreamUse};
 use super::prefill::{finish_reason, refusal_cause};
 use super::receiver::{Received, Receiver};
 use super::steps::{Command, NUM_LAYERS, Outcome};
@@ -20,6 +20,9 @@ use crate::queue::WorkerEvent;
 
 impl Worker {
     pub(super) fn open_decode(&mut self, context: &mut Context, stream: StreamId, spec: LegSpec) {
+        if self.is_draining() {
+            return context.refuse(stream);
+        }
         let offer = match self.registry.open(spec.key, context.now) {
             Ok(offer) => offer,
             Err(cause) => {
@@ -27,23 +30,34 @@ impl Worker {
                 return self.close_leg(context, Some(stream), Some(last));
             }
         };
-        let key = spec.key;
-        let id = self.new_sequence(key);
-        self.streams.insert(stream, (key, StreamUse::Router));
-        let destination = (!spec.local).then(|| {
+        let (key, local) = (spec.key, spec.local);
+        let destination = (!local).then(|| {
             Destination::new(DestinationConfig {
                 key,
                 instance: self.instance,
                 prompt_tokens: spec.prompt.len() as u32,
-                credit_window: context.shape.credit_window,
+                credit_window: context.shape.worker.credit_window,
                 timers: self.timers,
             })
         });
-        context.report.num_local += u64::from(spec.local);
-        let origin = if spec.local { Origin::Local } else { Origin::Remote };
-        let sequence = spec.sequence(id, origin, context.shape.cache);
-        let stream = Some(stream);
-        let leg = DecodeLeg { spec, id, stream, destination, control: None, receiver: None, granted: false };
+        context.report.num_local += u64::from(local);
+        let (origin, stage) = match local {
+            true => (Origin::Local, LegStage::Reserving),
+            false => (Origin::Remote, LegStage::BeforeOffer),
+        };
+        let state = self.new_leg(context.now, spec, stream, stage);
+        context.holds_changed = true;
+        let sequence = state.spec.sequence(&state.ids, origin);
+        let num = state.ids.len();
+        let leg = DecodeLeg {
+            state,
+            destination,
+            receiver: None,
+            granted: false,
+            started: false,
+            open: vec![true; num],
+            stopped: vec![false; num],
+        };
         self.legs.insert(key, Leg::Decode(leg));
         self.command(context, Command::Submit(Box::new(sequence)));
         if let Some(offer) = offer
@@ -64,7 +78,7 @@ impl Worker {
     fn offered(&mut self, context: &mut Context, control: StreamId, offer: Offer) {
         let Offer { key, source, destination, prompt_tokens } = offer;
         if let Some(leg) = self.decode_leg(key) {
-            leg.control = Some(control);
+            leg.state.control = Some(control);
         }
         self.streams.insert(control, (key, StreamUse::Control));
         self.destination_fact(context, key, DestinationFact::Offered { source, destination, prompt_tokens });
@@ -84,6 +98,7 @@ impl Worker {
         let parked = self.parked.values().any(|parked| *parked == stream);
         let answer = match message {
             SourceMessage::Offer { .. } if parked => return,
+            SourceMessage::Offer { .. } if self.is_draining() => DestinationMessage::Gone(Cause::Draining),
             SourceMessage::Offer { key, source, destination, prompt_tokens } => {
                 let offer = Offer { key, source, destination, prompt_tokens };
                 match self.registry.offer(offer, context.now) {
@@ -121,17 +136,16 @@ impl Worker {
             Outcome::NoRoom(_) => self.destination_fact(context, key, DestinationFact::NoRoom),
             Outcome::Event(event) => match event {
                 Event::Reserved { lease, skip_tokens, .. } => self.reserved(context, key, lease, skip_tokens),
-                Event::Started { .. } => self.tell_router(context, key, DecodeFact::Started),
-                Event::Token { token, logprob, index, finish, .. } => {
-                    let token = SampledToken { id: token, logprob, index };
-                    self.tell_router(context, key, DecodeFact::Token(token));
-                    if let Some(finish) = finish {
-                        let last = DecodeFact::Finished(finish_reason(finish));
-                        self.end_decode(context, key, Some(last), Cause::Duplicate);
-                    }
+                Event::Started { cached_tokens, .. } => {
+                    context.report.num_cached_tokens += cached_tokens as u64;
+                    self.started(context, key);
                 }
-                Event::Preempted { .. } => context.report.num_preemptions += 1,
-                Event::Computed { .. } => {}
+                Event::Token { id, token, logprob, index, finish } => {
+                    let token = SampledToken { id: token, logprob, index };
+                    self.token(context, key, id, token, finish.map(finish_reason));
+                }
+                Event::Preempted { id, gone } => self.preempted(context, key, id, gone),
+                Event::Computed { .. } => self.moved(context, key),
                 Event::NearHead { .. } | Event::Opened { .. } => {
                     context.violate(|| "a decode worker offers".into());
                 }
@@ -139,17 +153,62 @@ impl Worker {
         }
     }
 
-    fn tell_router(&mut self, context: &mut Context, key: HandoffKey, event: DecodeFact) {
-        if let Some(stream) = self.decode_leg(key).and_then(|leg| leg.stream) {
+    fn token(
+        &mut self,
+        context: &mut Context,
+        key: HandoffKey,
+        id: SequenceId,
+        token: SampledToken,
+        finish: Option<FinishReason>,
+    ) {
+        self.moved(context, key);
+        let Some(leg) = self.decode_leg(key) else { return };
+        let nth = leg.state.nth(id);
+        if leg.open.get(nth) != Some(&true) {
+            return;
+        }
+        let sequence = leg.state.spec.first_sequence + nth as u32;
+        self.tell_router(context, key, DecodeFact::Token { sequence, token });
+        if let Some(reason) = finish {
+            self.sequence_over(context, key, nth, Some(DecodeFact::Finished { sequence, reason }));
+        }
+    }
+
+    /// A sequence gave up its blocks. One that is still receiving has a writer, so its machine sees to the rest.
+    fn preempted(&mut self, context: &mut Context, key: HandoffKey, id: SequenceId, gone: bool) {
+        context.report.num_preemptions += 1;
+        let Some(leg) = self.decode_leg(key) else { return };
+        if !gone {
+            context.report.num_recomputed += 1;
+            return;
+        }
+        if leg.destination.as_ref().is_some_and(|machine| !machine.is_ended()) {
+            return self.destination_fact(context, key, DestinationFact::Cancelled(Cause::Preempted));
+        }
+        if !leg.started {
+            self.drop_all(context, key);
+            let last = Some(DecodeFact::Failed(Cause::Preempted));
+            return self.end_decode(context, key, last, Cause::Preempted);
+        }
+        let nth = leg.state.nth(id);
+        if leg.open.get(nth) == Some(&true) {
+            let sequence = leg.state.spec.first_sequence + nth as u32;
+            self.sequence_over(context, key, nth, Some(DecodeFact::Preempted { sequence }));
+        }
+    }
+
+    pub(super) fn tell_router(&mut self, context: &mut Context, key: HandoffKey, event: DecodeFact) {
+        if let Some(stream) = self.decode_leg(key).and_then(|leg| leg.state.stream) {
             context.send(stream, Side::Acceptor, Payload::Decode(event));
         }
     }
 
     fn reserved(&mut self, context: &mut Context, key: HandoffKey, lease: WriteLease, skip_tokens: usize) {
-        let block_size = context.shape.block_size;
+        self.set_stage(context, key, LegStage::Receiving);
+        let block_size = context.shape.worker.block_size;
         let Some(leg) = self.decode_leg(key) else { return };
-        let cut =
-            Cut { prompt_tokens: leg.spec.prompt.len(), skip_tokens, block_size, num_layers: NUM_LAYERS };
+        let prompt_tokens = leg.state.spec.prompt.len();
+        let cut = Cut { prompt_tokens, skip_tokens, block_size, num_layers: NUM_LAYERS };
         let bytes = cut.bytes();
         leg.receiver = Some(Receiver::new(lease, cut));
         let skip_tokens = skip_tokens as u32;
@@ -169,6 +228,7 @@ impl Worker {
         let Some(receiver) = &mut leg.receiver else { return };
         match receiver.take(&frame, self.steps.engine_mut().memory_mut()) {
             Received::Verified(bytes) => {
+                self.moved(context, key);
                 self.destination_fact(context, key, DestinationFact::Verified { bytes });
             }
             Received::Nothing => {}
@@ -187,14 +247,14 @@ impl Worker {
         }
     }
 
-    pub(super) fn decode_cancelled(&mut self, context: &mut Context, key: HandoffKey) {
+    /// Nobody wants anything of the leg any more.
+    pub(super) fn decode_cancelled(&mut self, context: &mut Context, key: HandoffKey, cause: Cause) {
         let Some(leg) = self.decode_leg(key) else { return };
-        let id = leg.id;
         if leg.destination.as_ref().is_some_and(|machine| !machine.is_ended()) {
-            return self.destination_fact(context, key, DestinationFact::Cancelled(Cause::Cancelled));
+            return self.destination_fact(context, key, DestinationFact::Cancelled(cause));
         }
-        self.command(context, Command::Drop(id));
-        self.end_decode(context, key, None, Cause::Cancelled);
+        self.drop_all(context, key);
+        self.end_decode(context, key, None, cause);
     }
 
     pub(super) fn destination_fact(&mut self, context: &mut Context, key: HandoffKey, fact: DestinationFact) {
@@ -212,12 +272,15 @@ impl Worker {
         context.note(|| format!("worker {} destination {key} -> {action:?}", self.index));
         let me = self.me();
         let Some(leg) = self.decode_leg(key) else { return };
-        let id = leg.id;
+        let id = leg.state.head();
         match action {
-            DestinationAction::Reserve => self.command(context, Command::Reserve(id)),
+            DestinationAction::Reserve => {
+                self.set_stage(context, key, LegStage::Reserving);
+                self.command(context, Command::Reserve(id));
+            }
             DestinationAction::Send(message) => {
                 leg.granted |= matches!(message, DestinationMessage::Grant { .. });
-                if let Some(control) = leg.control {
+                if let Some(control) = leg.state.control {
                     context.send(control, Side::Acceptor, Payload::Destination(message));
                 }
             }
@@ -233,7 +296,12 @@ impl Worker {
                     context.violate(|| format!("{key} runs under a live writer"));
                 }
                 context.report.num_commits += 1;
-                let first = FirstToken { token: commit.first_token.id, finished: commit.finish.is_some() };
+                let first = &commit.first_tokens;
+                leg.open = first.iter().map(|first| first.finish.is_none()).collect();
+                let first = first
+                    .iter()
+                    .map(|first| FirstToken { token: first.token.id, finished: first.finish.is_some() });
+                let first = first.collect();
                 self.command(context, Command::Commit(id, first));
             }
             DestinationAction::Free => {
@@ -244,8 +312,8 @@ impl Worker {
             }
             DestinationAction::End(DestinationEnd::Committed) => {
                 // Its router may have left while the writer ended.
-                if leg.stream.is_none() {
-                    self.decode_cancelled(context, key);
+                if leg.state.stream.is_none() {
+                    self.decode_cancelled(context, key, Cause::Cancelled);
                 }
             }
             DestinationAction::End(DestinationEnd::Failed(cause)) => {
@@ -255,19 +323,26 @@ impl Worker {
         }
     }
 
-    fn end_decode(&mut self, context: &mut Context, key: HandoffKey, last: Option<DecodeFact>, cause: Cause) {
-        let Some(Leg::Decode(leg)) = self.legs.remove(&key) else { return };
+    pub(super) fn end_decode(
+        &mut self,
+        context: &mut Context,
+        key: HandoffKey,
+        last: Option<DecodeFact>,
+        cause: Cause,
+    ) {
+        self.moved(context, key);
+        let Some(Leg::Decode(leg)) = self.end_leg(key, context.now) else { return };
+        context.holds_changed = true;
         if leg.receiver.is_some() {
             context.violate(|| format!("{key} ended with a live writer"));
         }
         self.registry.finish(key, cause, context.now);
-        self.sequences.remove(&leg.id);
         context.report.num_ignored += leg.destination.as_ref().map_or(0, Destination::ignored);
-        if let (Some(control), Some(machine)) = (leg.control, leg.destination)
+        if let (Some(control), Some(machine)) = (leg.state.control, leg.destination)
             && self.streams.remove(&control).is_some()
         {
             self.lingering.insert(control, machine);
         }
-        self.close_leg(context, leg.stream, last.map(Payload::Decode));
+        self.close_leg(context, leg.state.stream, last.map(Payload::Decode));
     }
 }

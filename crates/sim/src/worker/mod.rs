@@ -1,37 +1,47 @@
 //! A worker process: a step loop, the legs of routers, handoffs, and what reaches it from outside.
 
 mod decode;
+mod drain;
 mod leg;
+mod line;
 mod prefill;
+mod publish;
 mod receiver;
+mod redirect;
 mod sender;
 mod steps;
+mod stop;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use baton_dispatch::{Role, WorkerState, WorkerView};
+use baton_dispatch::{Role, WorkerState};
 use baton_handoff::{
-    Destination, DestinationFact, HandoffKey, InstanceId, Registry, RegistryLimits, Time, Timers,
+    Cause, Destination, DestinationFact, HandoffKey, InstanceId, Registry, RegistryLimits, Time, Timers,
 };
 use baton_scheduler::SequenceId;
 
+pub(crate) use drain::DRAIN_TIMEOUT;
 pub(crate) use leg::LegSpec;
-use leg::{Leg, StreamUse};
+use leg::{Leg, LegStage, LegState, StreamUse};
+pub(crate) use line::Passed;
+use publish::Publisher;
+pub(crate) use steps::{CACHE_SALT, NUM_LAYERS, VOCAB};
 use steps::{Command, Outcome, Steps};
-pub(crate) use steps::{NUM_LAYERS, VOCAB};
 
+use crate::Shape;
 use crate::context::Context;
 use crate::network::{Arrival, Node, Payload, Side, StreamId};
-use crate::queue::{Event, RouterEvent, WorkerEvent};
+use crate::queue::{Event, WorkerEvent};
 
-const HEARTBEAT: Duration = Duration::from_millis(100);
-
-/// A small share of the defaults.
-fn hasty() -> Timers {
-    let [answer, delivery, abort, reserve, grant, progress, writer, park] =
+/// The timers of all workers: as in production, or a small share of that.
+pub(crate) fn timers(shape: &Shape) -> Timers {
+    if !shape.hasty {
+        return Timers::default();
+    }
+    let [answer, delivery, abort, hold, reserve, grant, progress, writer, park] =
         Timers::default().values().map(|value| value / 150);
-    Timers { answer, delivery, abort, reserve, grant, progress, writer, park }
+    Timers { answer, delivery, abort, hold, reserve, grant, progress, writer, park }
 }
 
 /// One process.
@@ -45,14 +55,20 @@ pub(crate) struct Worker {
     /// Standing still; what comes meanwhile is held.
     pub(crate) paused: bool,
     pub(crate) held: VecDeque<Event>,
+    pub(crate) state: WorkerState,
     pub(crate) steps: Steps,
     pub(crate) registry: Registry,
+    /// Events since the pool last recounted itself.
+    pub(crate) num_unchecked: usize,
     legs: BTreeMap<HandoffKey, Leg>,
     sequences: BTreeMap<SequenceId, HandoffKey>,
     streams: BTreeMap<StreamId, (HandoffKey, StreamUse)>,
     parked: BTreeMap<HandoffKey, StreamId>,
     /// Machines whose leg is over; they answer until the source closes its control stream.
     lingering: BTreeMap<StreamId, Destination>,
+    publisher: Publisher,
+    /// When everything that waits to be sent will be.
+    link_free_at: Time,
     next_sequence: u64,
     timers: Timers,
     wake: Option<Time>,
@@ -61,7 +77,7 @@ pub(crate) struct Worker {
 impl Worker {
     pub(crate) fn new(index: usize, role: Role, incarnation: u32, context: &mut Context) -> Self {
         let instance = InstanceId(context.random.id());
-        let timers = if context.shape.hasty { hasty() } else { Timers::default() };
+        let timers = timers(&context.shape);
         Self {
             index,
             role,
@@ -70,13 +86,17 @@ impl Worker {
             alive: true,
             paused: false,
             held: VecDeque::new(),
+            state: WorkerState::Ready,
             steps: Steps::new(role, context),
             registry: Registry::new(instance, RegistryLimits::default(), &timers),
+            num_unchecked: 0,
             legs: BTreeMap::new(),
             sequences: BTreeMap::new(),
             streams: BTreeMap::new(),
             parked: BTreeMap::new(),
             lingering: BTreeMap::new(),
+            publisher: Publisher::new(context.shape.num_routers),
+            link_free_at: Time::ZERO,
             next_sequence: 0,
             timers,
             wake: None,
@@ -96,6 +116,14 @@ impl Worker {
         (self.legs.len(), self.parked.len(), self.lingering.len())
     }
 
+    /// Which legs hold blocks here, and which wait for some.
+    pub(crate) fn holds(&self) -> impl Iterator<Item = (HandoffKey, bool, bool)> {
+        self.legs.iter().map(|(key, leg)| {
+            let stage = leg.state().stage;
+            (*key, stage.holds_blocks(), stage.waits_for_blocks())
+        })
+    }
+
     /// The process is gone, with everything it held.
     pub(crate) fn die(&mut self) {
         self.alive = false;
@@ -111,13 +139,15 @@ impl Worker {
         match event {
             WorkerEvent::StepDone(number) => {
                 let mut outcomes = Vec::new();
-                self.steps.done(number, context.now, &mut outcomes);
+                self.steps.done(context, number, &mut outcomes);
                 self.outcomes(context, outcomes);
             }
             WorkerEvent::Push(key, stream) => self.push(context, key, stream),
             WorkerEvent::WriterEnded(key) => self.writer_ended(context, key),
             WorkerEvent::Wake => self.tick(context),
             WorkerEvent::Heartbeat => self.heartbeat(context),
+            WorkerEvent::Publish => self.publish(context),
+            WorkerEvent::WatchCache { router, stream } => self.publisher.watch(router, stream),
         }
         self.settle(context);
     }
@@ -127,14 +157,20 @@ impl Worker {
         match payload {
             Payload::OpenPrefill(spec) => self.open_prefill(context, stream, *spec),
             Payload::OpenDecode(spec) => self.open_decode(context, stream, *spec),
+            Payload::Stop(key, sequence) => {
+                self.stop(context, key, sequence);
+                context.close(stream, Side::Acceptor);
+            }
+            Payload::Redirect(redirect) => self.redirect(context, stream, &redirect),
             Payload::Source(message) => self.source_says(context, stream, message),
             Payload::Destination(message) => self.destination_says(context, stream, message),
             Payload::Frame(frame) => self.frame(context, stream, frame),
             Payload::Closed => self.stream_over(context, stream, false),
             Payload::Lost => self.stream_over(context, stream, true),
-            Payload::Prefill(_) | Payload::Decode(_) => {
-                context.violate(|| "a worker got a router's event".into())
-            }
+            Payload::Prefill(_)
+            | Payload::HandoffFailed(..)
+            | Payload::Redirected(_)
+            | Payload::Decode(_) => context.violate(|| "a worker got a router's event".into()),
         }
         self.settle(context);
     }
@@ -152,6 +188,7 @@ impl Worker {
             }
             self.outcomes(context, outcomes);
         }
+        self.publish_changes(context);
         self.set_alarm(context);
     }
 
@@ -166,7 +203,7 @@ impl Worker {
         }
     }
 
-    /// Gives a command to the step loop; one that hits the running step makes it end after the current layer.
+    /// Gives a command to the step loop; one that leaves the running step without a purpose makes it end after the current layer.
     fn command(&mut self, context: &mut Context, command: Command) {
         context.note(|| format!("worker {} command: {command:?}", self.index));
         if let Some(number) = self.steps.command(command) {
@@ -174,11 +211,41 @@ impl Worker {
         }
     }
 
-    fn new_sequence(&mut self, key: HandoffKey) -> SequenceId {
-        self.next_sequence += 1;
-        let id = SequenceId(self.next_sequence);
-        self.sequences.insert(id, key);
-        id
+    /// What both kinds of leg begin with.
+    fn new_leg(&mut self, now: Time, spec: LegSpec, stream: StreamId, stage: LegStage) -> LegState {
+        let ids = (0..spec.num_sequences.max(1)).map(|_| {
+            self.next_sequence += 1;
+            SequenceId(self.next_sequence)
+        });
+        let ids: Vec<SequenceId> = ids.collect();
+        self.sequences.extend(ids.iter().map(|id| (*id, spec.key)));
+        self.streams.insert(stream, (spec.key, StreamUse::Router));
+        LegState { spec, ids, stream: Some(stream), control: None, stage, since: now }
+    }
+
+    /// A leg's sequences and timers are no more.
+    fn end_leg(&mut self, key: HandoffKey, now: Time) -> Option<Leg> {
+        let leg = self.legs.remove(&key)?;
+        for id in &leg.state().ids {
+            self.sequences.remove(id);
+        }
+        self.steps.forget(&leg.state().ids, now);
+        Some(leg)
+    }
+
+    fn set_stage(&mut self, context: &mut Context, key: HandoffKey, stage: LegStage) {
+        let Some(leg) = self.legs.get_mut(&key) else { return };
+        let state = leg.state_mut();
+        context.waited(state.stage.wait(), state.since);
+        context.holds_changed |= state.stage != stage;
+        (state.stage, state.since) = (stage, context.now);
+    }
+
+    /// A leg moved on within its stage.
+    fn moved(&mut self, context: &mut Context, key: HandoffKey) {
+        if let Some(stage) = self.legs.get(&key).map(|leg| leg.state().stage) {
+            self.set_stage(context, key, stage);
+        }
     }
 
     fn stream_over(&mut self, context: &mut Context, stream: StreamId, lost: bool) {
@@ -203,16 +270,11 @@ impl Worker {
     }
 
     fn router_left(&mut self, context: &mut Context, key: HandoffKey) {
-        match self.legs.get_mut(&key) {
-            Some(Leg::Prefill(leg)) => {
-                leg.stream = None;
-                self.prefill_cancelled(context, key);
-            }
-            Some(Leg::Decode(leg)) => {
-                leg.stream = None;
-                self.decode_cancelled(context, key);
-            }
-            None => {}
+        let Some(leg) = self.legs.get_mut(&key) else { return };
+        leg.state_mut().stream = None;
+        match leg {
+            Leg::Prefill(_) => self.prefill_cancelled(context, key),
+            Leg::Decode(_) => self.decode_cancelled(context, key, Cause::Cancelled),
         }
     }
 
@@ -224,35 +286,6 @@ impl Worker {
         }
         context.close(stream, Side::Acceptor);
         self.streams.remove(&stream);
-    }
-
-    fn heartbeat(&mut self, context: &mut Context) {
-        let view = self.view();
-        for router in 0..context.shape.num_routers {
-            let latency = context.random.micros(100..=2_000);
-            context.router(latency, router, RouterEvent::Status(Box::new(view)));
-        }
-        if !context.over {
-            context.worker(HEARTBEAT, self.me(), WorkerEvent::Heartbeat);
-        }
-    }
-
-    fn view(&self) -> WorkerView {
-        let scheduler = self.steps.scheduler();
-        let counts = scheduler.counts();
-        let pool = scheduler.pool().counts();
-        WorkerView {
-            instance: self.instance,
-            index: self.index,
-            role: self.role,
-            state: WorkerState::Ready,
-            num_waiting: counts.waiting as u32,
-            num_running: (counts.prefilling + counts.held + counts.receiving + counts.running) as u32,
-            free_blocks: (pool.free + pool.cached) as u32,
-            total_blocks: pool.total as u32,
-            queued_tokens: scheduler.queued_tokens(),
-            in_flight: 0,
-        }
     }
 
     fn tick(&mut self, context: &mut Context) {
@@ -272,7 +305,7 @@ impl Worker {
         }
         for offer in self.registry.expired(now) {
             if let Some(stream) = self.parked.remove(&offer.key) {
-                let gone = baton_handoff::DestinationMessage::Gone(baton_handoff::Cause::NotFound);
+                let gone = baton_handoff::DestinationMessage::Gone(Cause::NotFound);
                 context.send(stream, Side::Acceptor, Payload::Destination(gone));
             }
         }

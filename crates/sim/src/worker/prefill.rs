@@ -2,13 +2,13 @@
 
 use baton_dispatch::PrefillFact;
 use baton_handoff::{
-    Cause, DestinationMessage, FinishReason, HandoffKey, SampledToken, Source, SourceAction, SourceConfig,
-    SourceEnd, SourceFact, SourceMessage,
+    Cause, DestinationMessage, FinishReason, FirstToken, HandoffKey, SampledToken, Source, SourceAction,
+    SourceConfig, SourceEnd, SourceFact, SourceMessage,
 };
 use baton_scheduler::{Event, Finish, Origin, Refusal};
 
 use super::Worker;
-use super::leg::{Leg, LegSpec, PrefillLeg, StreamUse};
+use super::leg::{Leg, LegSpec, LegStage, PrefillLeg, StreamUse};
 use super::sender::{Pushed, Sender};
 use super::steps::{Command, NUM_LAYERS, Outcome};
 use crate::context::Context;
@@ -18,7 +18,7 @@ use crate::queue::WorkerEvent;
 
 pub(super) const fn refusal_cause(refusal: &Refusal) -> Cause {
     match refusal {
-        Refusal::TooLarge { .. } => Cause::TooLarge,
+        Refusal::TooLarge { .. } | Refusal::TooMany { .. } => Cause::TooLarge,
         Refusal::QueueFull { .. } => Cause::Busy,
         Refusal::Duplicate | Refusal::Empty => Cause::Protocol,
     }
@@ -33,12 +33,13 @@ pub(super) const fn finish_reason(finish: Finish) -> FinishReason {
 
 impl Worker {
     pub(super) fn open_prefill(&mut self, context: &mut Context, stream: StreamId, spec: LegSpec) {
+        if self.is_draining() {
+            return context.refuse(stream);
+        }
         if let Err(cause) = self.registry.open(spec.key, context.now) {
             return self.close_leg(context, Some(stream), Some(Payload::Prefill(PrefillFact::Failed(cause))));
         }
         let key = spec.key;
-        let id = self.new_sequence(key);
-        self.streams.insert(stream, (key, StreamUse::Router));
         let source = spec.destination.map(|(_, destination)| {
             Source::new(SourceConfig {
                 key,
@@ -48,15 +49,18 @@ impl Worker {
                 timers: self.timers,
             })
         });
-        let sequence = spec.sequence(id, Origin::Prefill, context.shape.cache);
-        let stream = Some(stream);
-        let leg =
-            PrefillLeg { spec, id, stream, source, control: None, skip_tokens: 0, lease: None, sender: None };
+        // Without a destination nobody is asked for room.
+        let stage = if source.is_some() { LegStage::Queued } else { LegStage::Granted };
+        let state = self.new_leg(context.now, spec, stream, stage);
+        context.holds_changed = true;
+        let sequence = state.spec.sequence(&state.ids, Origin::Prefill);
+        let (skip_tokens, lease, held, sender, first) = (0, None, None, None, Vec::new());
+        let leg = PrefillLeg { state, source, skip_tokens, lease, held, sender, first };
         self.legs.insert(key, Leg::Prefill(leg));
         self.command(context, Command::Submit(Box::new(sequence)));
     }
 
-    fn prefill_leg(&mut self, key: HandoffKey) -> Option<&mut PrefillLeg> {
+    pub(super) fn prefill_leg(&mut self, key: HandoffKey) -> Option<&mut PrefillLeg> {
         match self.legs.get_mut(&key) {
             Some(Leg::Prefill(leg)) => Some(leg),
             _ => None,
@@ -70,15 +74,23 @@ impl Worker {
             Outcome::Event(event) => match event {
                 Event::NearHead { .. } => self.source_fact(context, key, SourceFact::NearHead),
                 Event::Opened { lease, cached_tokens, .. } => {
+                    context.report.num_cached_tokens += cached_tokens as u64;
+                    self.set_stage(context, key, LegStage::Computing);
                     if let Some(leg) = self.prefill_leg(key) {
+                        leg.held = leg.source.is_some().then(|| lease.clone());
                         leg.lease = Some(lease);
                     }
                     self.computed(context, key, cached_tokens);
                 }
                 Event::Computed { num_tokens, .. } => self.computed(context, key, num_tokens),
-                Event::Token { token, logprob, index, finish, .. } => {
-                    let first = SampledToken { id: token, logprob, index };
-                    self.sampled(context, key, first, finish.map(finish_reason));
+                Event::Token { id, token, logprob, index, finish } => {
+                    let Some(leg) = self.prefill_leg(key) else { return };
+                    let sequence = leg.state.spec.first_sequence + leg.state.nth(id) as u32;
+                    let token = SampledToken { id: token, logprob, index };
+                    leg.first.push(FirstToken { sequence, token, finish: finish.map(finish_reason) });
+                    if leg.first.len() == leg.state.ids.len() {
+                        self.sampled(context, key);
+                    }
                 }
                 Event::Reserved { .. } | Event::Started { .. } | Event::Preempted { .. } => {
                     context.violate(|| "a prefill worker decodes".into());
@@ -95,15 +107,16 @@ impl Worker {
         }
     }
 
-    fn cut(leg: &PrefillLeg, block_size: usize) -> Cut {
-        let prompt_tokens = leg.spec.prompt.len();
+    pub(super) fn cut(leg: &PrefillLeg, block_size: usize) -> Cut {
+        let prompt_tokens = leg.state.spec.prompt.len();
         Cut { prompt_tokens, skip_tokens: leg.skip_tokens, block_size, num_layers: NUM_LAYERS }
     }
 
     fn computed(&mut self, context: &mut Context, key: HandoffKey, num_tokens: usize) {
-        let block_size = context.shape.block_size;
+        self.moved(context, key);
+        let block_size = context.shape.worker.block_size;
         let Some(leg) = self.prefill_leg(key) else { return };
-        let prompt_tokens = leg.spec.prompt.len();
+        let prompt_tokens = leg.state.spec.prompt.len();
         // The last tokens go with `Sampled`.
         if leg.source.is_none() || num_tokens >= prompt_tokens {
             return;
@@ -114,23 +127,20 @@ impl Worker {
         }
     }
 
-    fn sampled(
-        &mut self,
-        context: &mut Context,
-        key: HandoffKey,
-        first: SampledToken,
-        finish: Option<FinishReason>,
-    ) {
-        let block_size = context.shape.block_size;
+    /// Every sequence has its first token.
+    fn sampled(&mut self, context: &mut Context, key: HandoffKey) {
+        self.set_stage(context, key, LegStage::Holding);
+        let block_size = context.shape.worker.block_size;
         let Some(leg) = self.prefill_leg(key) else { return };
-        let (stream, has_source) = (leg.stream, leg.source.is_some());
+        let first = leg.first.clone();
+        let (stream, has_source) = (leg.state.stream, leg.source.is_some());
         let cut = Self::cut(leg, block_size);
         if let Some(stream) = stream {
-            let event = PrefillFact::FirstToken { token: first, finish };
+            let event = PrefillFact::FirstTokens(first.clone());
             context.send(stream, Side::Acceptor, Payload::Prefill(event));
         }
         if has_source {
-            let fact = SourceFact::Sampled { first, finish, bytes: cut.bytes(), frames: cut.num_frames() };
+            let fact = SourceFact::Sampled { first, bytes: cut.bytes(), frames: cut.num_frames() };
             return self.source_fact(context, key, fact);
         }
         self.end_prefill(context, key, None, Cause::Duplicate);
@@ -141,9 +151,8 @@ impl Worker {
             Some(leg) if leg.source.is_some() => {
                 self.source_fact(context, key, SourceFact::Cancelled(Cause::Cancelled));
             }
-            Some(leg) => {
-                let id = leg.id;
-                self.command(context, Command::Drop(id));
+            Some(_) => {
+                self.drop_all(context, key);
                 self.end_prefill(context, key, None, Cause::Cancelled);
             }
             None => {}
@@ -163,7 +172,7 @@ impl Worker {
 
     pub(super) fn source_control_lost(&mut self, context: &mut Context, key: HandoffKey) {
         if let Some(leg) = self.prefill_leg(key) {
-            leg.control = None;
+            leg.state.control = None;
         }
         self.source_fact(context, key, SourceFact::ControlLost);
     }
@@ -189,13 +198,23 @@ impl Worker {
 
     fn source_action(&mut self, context: &mut Context, key: HandoffKey, action: SourceAction) {
         context.note(|| format!("worker {} source {key} -> {action:?}", self.index));
-        let block_size = context.shape.block_size;
+        let block_size = context.shape.worker.block_size;
         let Some(leg) = self.prefill_leg(key) else { return };
         match action {
-            SourceAction::Send(message) => self.tell_destination(context, key, message),
+            SourceAction::Send(message) => {
+                if matches!(message, SourceMessage::Offer { .. }) {
+                    let stage = if leg.first.is_empty() { LegStage::Offered } else { LegStage::Held };
+                    self.set_stage(context, key, stage);
+                }
+                self.tell_destination(context, key, message);
+            }
             SourceAction::Compute { skip_tokens } => {
                 leg.skip_tokens = skip_tokens as usize;
-                let id = leg.id;
+                if !leg.first.is_empty() {
+                    return self.send_held(context, key);
+                }
+                let id = leg.state.head();
+                self.set_stage(context, key, LegStage::Granted);
                 self.command(context, Command::Grant(id));
             }
             SourceAction::Transmit { up_to } => {
@@ -216,20 +235,27 @@ impl Worker {
                 let Some(sender) = &mut leg.sender else { return };
                 sender.reopen(from);
             }
-            SourceAction::Fence => {
-                let stream = leg.sender.take().and_then(|sender| sender.stream);
-                leg.lease = None;
-                if let Some(stream) = stream {
-                    self.streams.remove(&stream);
-                    context.close(stream, Side::Opener);
-                }
-            }
+            SourceAction::Fence => self.fence(context, key),
+            SourceAction::Hold(cause) => self.hold(context, key, cause),
             SourceAction::Release => {
-                leg.lease = None;
-                let id = leg.id;
+                (leg.lease, leg.held) = (None, None);
+                let id = leg.state.head();
+                self.set_stage(context, key, LegStage::Ending);
                 self.command(context, Command::Drop(id));
             }
             SourceAction::End(end) => self.source_ended(context, key, end),
+        }
+    }
+
+    /// Ends the sender.
+    pub(super) fn fence(&mut self, context: &mut Context, key: HandoffKey) {
+        self.measure_link(context, key);
+        let Some(leg) = self.prefill_leg(key) else { return };
+        let stream = leg.sender.take().and_then(|sender| sender.stream);
+        leg.lease = None;
+        if let Some(stream) = stream {
+            self.streams.remove(&stream);
+            context.close(stream, Side::Opener);
         }
     }
 
@@ -237,30 +263,34 @@ impl Worker {
         let node = self.node();
         let Some(leg) = self.prefill_leg(key) else { return };
         if matches!(message, SourceMessage::Offer { .. })
-            && let Some((worker, _)) = leg.spec.destination
+            && let Some((worker, _)) = leg.state.spec.destination
         {
             let stream = context.open(node, Node::Worker(worker));
-            leg.control = Some(stream);
+            leg.state.control = Some(stream);
             self.streams.insert(stream, (key, StreamUse::Control));
         }
-        if let Some(stream) = self.prefill_leg(key).and_then(|leg| leg.control) {
+        if let Some(stream) = self.prefill_leg(key).and_then(|leg| leg.state.control) {
             context.send(stream, Side::Opener, Payload::Source(message));
         }
     }
 
+    /// The next frame leaves when the link has taken it and all before it.
     fn schedule_push(&mut self, context: &mut Context, key: HandoffKey) {
-        let (node, me) = (self.node(), self.me());
+        let (node, me, free_at) = (self.node(), self.me(), self.link_free_at);
         let Some(leg) = self.prefill_leg(key) else { return };
-        let Some((worker, _)) = leg.spec.destination else { return };
+        let Some((worker, _)) = leg.state.spec.destination else { return };
         let Some(sender) = &mut leg.sender else { return };
         if !sender.has_work() || (sender.scheduled && sender.stream.is_some()) {
             return;
         }
         sender.scheduled = true;
         let stream = *sender.stream.get_or_insert_with(|| context.open(node, Node::Worker(worker)));
+        let tokens = sender.next_tokens() as f64 / NUM_LAYERS as f64;
+        let leaves = free_at.max(context.now) + context.shape.device.wire_time(tokens);
+        sender.took(tokens, leaves - context.now);
+        self.link_free_at = leaves;
         self.streams.insert(stream, (key, StreamUse::Bulk));
-        let after = context.random.micros(20..=300);
-        context.worker(after, me, WorkerEvent::Push(key, stream));
+        context.worker(leaves - context.now, me, WorkerEvent::Push(key, stream));
     }
 
     pub(super) fn push(&mut self, context: &mut Context, key: HandoffKey, stream: StreamId) {
@@ -281,8 +311,20 @@ impl Worker {
             }
             None => return,
         };
+        self.moved(context, key);
         self.source_fact(context, key, fact);
         self.schedule_push(context, key);
+    }
+
+    /// What the link was worth to a handoff.
+    fn measure_link(&mut self, context: &Context, key: HandoffKey) {
+        let Some(leg) = self.prefill_leg(key) else { return };
+        let destination = leg.state.spec.destination;
+        let rate = leg.sender.as_ref().and_then(Sender::tokens_per_s);
+        if let (Some((_, instance)), Some(rate)) = (destination, rate) {
+            let bytes_per_s = rate * context.shape.device.model.kv_token_bytes as f64;
+            self.publisher.measured(instance, bytes_per_s);
+        }
     }
 
     fn source_ended(&mut self, context: &mut Context, key: HandoffKey, end: SourceEnd) {
@@ -295,24 +337,25 @@ impl Worker {
         }
     }
 
-    fn end_prefill(
+    pub(super) fn end_prefill(
         &mut self,
         context: &mut Context,
         key: HandoffKey,
         last: Option<PrefillFact>,
         cause: Cause,
     ) {
-        let Some(Leg::Prefill(leg)) = self.legs.remove(&key) else { return };
+        self.moved(context, key);
+        let Some(Leg::Prefill(leg)) = self.end_leg(key, context.now) else { return };
+        context.holds_changed = true;
         if leg.sender.is_some() {
             context.violate(|| format!("{key} ended with a live sender"));
         }
         context.report.num_ignored += leg.source.as_ref().map_or(0, Source::ignored);
         self.registry.finish(key, cause, context.now);
-        self.sequences.remove(&leg.id);
-        if let Some(control) = leg.control {
+        if let Some(control) = leg.state.control {
             self.streams.remove(&control);
             context.close(control, Side::Opener);
         }
-        self.close_leg(context, leg.stream, last.map(Payload::Prefill));
+        self.close_leg(context, leg.state.stream, last.map(Payload::Prefill));
     }
 }

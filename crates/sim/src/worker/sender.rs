@@ -1,6 +1,7 @@
 //! The bulk sender of a handoff.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use baton_handoff::HandoffKey;
 use baton_kv::ReadLease;
@@ -20,6 +21,9 @@ pub(crate) struct Sender {
     pub(crate) resends: VecDeque<u64>,
     /// A push is in the queue.
     pub(crate) scheduled: bool,
+    /// Tokens put on the link, and the seconds that it took for them.
+    tokens: f64,
+    seconds: f64,
 }
 
 /// What a push put on the stream.
@@ -32,7 +36,35 @@ pub(crate) enum Pushed {
 
 impl Sender {
     pub(crate) fn new(lease: ReadLease, cut: Cut) -> Self {
-        Self { lease, cut, stream: None, up_to: 0, next: 0, resends: VecDeque::new(), scheduled: false }
+        let resends = VecDeque::new();
+        Self {
+            lease,
+            cut,
+            stream: None,
+            up_to: 0,
+            next: 0,
+            resends,
+            scheduled: false,
+            tokens: 0.0,
+            seconds: 0.0,
+        }
+    }
+
+    /// Tokens of the frame that a push would send, in one layer.
+    pub(crate) fn next_tokens(&self) -> usize {
+        let index = self.resends.front().copied().unwrap_or(self.next);
+        self.cut.place(index).map_or(0, |place| place.num_tokens)
+    }
+
+    /// Takes note of how long the link needs for so many tokens.
+    pub(crate) fn took(&mut self, tokens: f64, time: Duration) {
+        self.tokens += tokens;
+        self.seconds += time.as_secs_f64();
+    }
+
+    /// How fast the link was; `None` before anything was sent.
+    pub(crate) fn tokens_per_s(&self) -> Option<f64> {
+        (self.seconds > 0.0).then(|| self.tokens / self.seconds)
     }
 
     pub(crate) fn reopen(&mut self, from: u64) {

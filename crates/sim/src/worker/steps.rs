@@ -7,20 +7,24 @@ use baton_dispatch::Role;
 use baton_handoff::Time;
 use baton_kv::BlockPool;
 use baton_scheduler::{
-    Engine, Event, FirstToken, Flow, NewSequence, Refusal, Scheduler, SchedulerConfig, SequenceId, StepOutput,
+    Engine, Event, FirstToken, Flow, NewSequence, Origin, Refusal, Scheduler, SchedulerConfig, SequenceId,
+    StepOutput,
 };
-use baton_timing::{ModelShape, Roofline, TimingConfig, TimingEngine};
+use baton_timing::{TimingConfig, TimingEngine};
 
+use super::line::{Line, Rank};
+use crate::check;
 use crate::context::Context;
 
+/// Of the pseudo model; the predicted one has its own number.
 pub(crate) const NUM_LAYERS: usize = 2;
 /// Small, so that stop tokens come up.
 pub(crate) const VOCAB: u32 = 50;
+/// What the prefix cache's hashes cover besides tokens; the same everywhere.
+pub(crate) const CACHE_SALT: &[u8] = b"sim";
 
-const SHAPE: ModelShape =
-    ModelShape { num_params: 1e8, weight_bytes: 1.0, num_layers: 30, hidden: 576, kv_token_bytes: 23_040 };
-const ROOFLINE: Roofline =
-    Roofline { flops_per_s: 2e11, bytes_per_s: 2e10, overhead: Duration::from_micros(200) };
+/// Weight of the newest step in the measured rates.
+const NEWEST: f64 = 0.2;
 
 /// What the worker tells its step loop.
 #[derive(Debug)]
@@ -28,8 +32,8 @@ pub(crate) enum Command {
     Submit(Box<NewSequence>),
     Grant(SequenceId),
     Reserve(SequenceId),
-    Commit(SequenceId, FirstToken),
-    /// Held blocks go, or the sequence ends in whatever stage it is.
+    Commit(SequenceId, Vec<FirstToken>),
+    /// Held blocks go, or the sequence ends in whatever stage it is; before a fork the whole group.
     Drop(SequenceId),
 }
 
@@ -52,10 +56,17 @@ impl Outcome {
                 | Event::Token { id, .. }
                 | Event::Reserved { id, .. }
                 | Event::Started { id, .. }
-                | Event::Preempted { id } => *id,
+                | Event::Preempted { id, .. } => *id,
             },
         }
     }
+}
+
+/// What steps took lately.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rates {
+    pub(crate) prefill_tokens_per_s: f64,
+    pub(crate) decode_step_ms: f64,
 }
 
 pub(crate) struct Steps {
@@ -66,49 +77,71 @@ pub(crate) struct Steps {
     /// Of the running step, or of the next one.
     number: u64,
     commands: VecDeque<Command>,
+    /// Sequences that a command in the queue ends.
+    dropping: Vec<SequenceId>,
+    line: Line,
+    decodes: bool,
+    rates: Rates,
+    num_computed: u64,
 }
 
 impl Steps {
     pub(crate) fn new(role: Role, context: &Context) -> Self {
-        let shape = context.shape;
+        let shape = &context.shape;
+        let config = &shape.worker;
         let num_blocks = match role {
-            Role::Prefill => shape.prefill_blocks,
-            Role::Decode => shape.decode_blocks,
+            Role::Prefill => config.prefill_blocks,
+            Role::Decode => config.decode_blocks,
         };
-        let config = SchedulerConfig {
-            block_size: shape.block_size,
-            context: shape.context(),
-            max_num_seqs: 8,
-            max_queue: 16,
-            max_step_tokens: shape.max_step_tokens,
-            local_prefill_tokens: shape.block_size,
-            max_open_prompts: 2,
-            lookahead: 2,
-            max_receiving_share: 0.5,
-            cache_salt: shape.cache.then(|| b"sim".to_vec()),
-            ageing_tokens_per_s: 20.0,
-        };
+        let mut scheduler = Scheduler::new(
+            SchedulerConfig {
+                block_size: config.block_size,
+                context: shape.context(),
+                max_num_seqs: config.max_num_seqs,
+                max_queue: config.max_queue,
+                max_step_tokens: config.max_step_tokens,
+                local_prefill_tokens: config.local_prefill_tokens,
+                max_open_prompts: config.max_open_prompts,
+                lookahead: config.max_open_prompts,
+                max_receiving_share: 0.5,
+                cache_salt: config.cache.then(|| CACHE_SALT.to_vec()),
+                ageing_tokens_per_s: 20.0,
+                step_cost: Some(shape.device.step_cost()),
+                max_step_ms: config.max_step_ms,
+            },
+            BlockPool::new(num_blocks),
+        );
+        scheduler.set_report_cache(config.cache);
         let engine = TimingEngine::new(TimingConfig {
-            roofline: ROOFLINE,
-            shape: SHAPE,
+            roofline: shape.device.roofline,
+            shape: shape.device.model,
             num_blocks,
-            block_size: shape.block_size,
+            block_size: config.block_size,
             num_layers: NUM_LAYERS,
             vocab: VOCAB,
-            max_step_tokens: shape.max_step_tokens,
+            max_step_tokens: config.max_step_tokens,
         });
         Self {
-            scheduler: Scheduler::new(config, BlockPool::new(num_blocks)),
+            scheduler,
             engine,
             output: StepOutput::default(),
             stepping: false,
             number: 0,
             commands: VecDeque::new(),
+            dropping: Vec::new(),
+            line: Line::default(),
+            decodes: role == Role::Decode,
+            rates: Rates::default(),
+            num_computed: 0,
         }
     }
 
     pub(crate) const fn scheduler(&self) -> &Scheduler {
         &self.scheduler
+    }
+
+    pub(crate) const fn scheduler_mut(&mut self) -> &mut Scheduler {
+        &mut self.scheduler
     }
 
     pub(crate) const fn engine(&self) -> &TimingEngine {
@@ -119,23 +152,25 @@ impl Steps {
         &mut self.engine
     }
 
+    pub(crate) const fn rates(&self) -> Rates {
+        self.rates
+    }
+
     pub(crate) fn is_idle(&self) -> bool {
         !self.stepping && self.commands.is_empty()
     }
 
-    /// Queues a command. `Some`: the running step has rows of the sequence that it ends; that step is to be left now.
+    /// Queues a command. `Some`: the running step has no row left that anybody wants; that step is to be left now.
     pub(crate) fn command(&mut self, command: Command) -> Option<u64> {
-        let hit = match &command {
-            Command::Drop(id) => {
-                self.stepping
-                    && !self.output.stopped
-                    && self.scheduler.current_plan().rows.iter().any(|row| row.id == *id)
-            }
-            _ => false,
-        };
+        if let Command::Drop(id) = command {
+            self.dropping.push(id);
+        }
         self.commands.push_back(command);
-        self.output.stopped |= hit;
-        hit.then_some(self.number)
+        let unwanted = self.stepping
+            && !self.output.stopped
+            && self.scheduler.current_plan().rows.iter().all(|row| self.dropping.contains(&row.id));
+        self.output.stopped |= unwanted;
+        unwanted.then_some(self.number)
     }
 
     /// Executes what waits, and starts a step if there is one to do: its number and how long it takes.
@@ -150,7 +185,8 @@ impl Steps {
         while let Some(command) = self.commands.pop_front() {
             self.execute(context, command, out);
         }
-        self.drain(out);
+        self.dropping.clear();
+        self.drain(context, out);
         if !out.is_empty() {
             return None;
         }
@@ -162,56 +198,117 @@ impl Steps {
             }
             self.stepping = true;
         }
-        self.drain(out);
+        self.drain(context, out);
         self.stepping.then(|| (self.number, self.engine.last_step_time()))
     }
 
     fn execute(&mut self, context: &mut Context, command: Command, out: &mut Vec<Outcome>) {
         let now = context.now;
         match command {
-            Command::Submit(new) => {
-                let id = new.id;
-                if let Err(refusal) = self.scheduler.submit(*new, now) {
-                    out.push(Outcome::Refused(id, refusal));
-                }
-            }
+            Command::Submit(new) => self.submit(*new, now, out),
             Command::Grant(id) => {
                 if !self.scheduler.grant(id) {
                     context.violate(|| format!("grant of {id:?}, which was not offered"));
                 }
             }
             Command::Reserve(id) => {
+                self.line.wait(id, now);
                 if !self.scheduler.reserve(id) {
                     out.push(Outcome::NoRoom(id));
                 }
             }
             Command::Commit(id, first) => {
-                if !self.scheduler.commit(id, first) {
+                if !self.scheduler.commit(id, &first) {
                     context.violate(|| format!("commit of {id:?}, which is not receiving"));
                 }
             }
             Command::Drop(id) => {
                 let _ = self.scheduler.release(id, now) || self.scheduler.cancel(id, now);
+                self.line.forget(id, now);
             }
         }
         // In the order in which they came about.
-        self.drain(out);
+        self.drain(context, out);
+    }
+
+    fn submit(&mut self, new: NewSequence, now: Time, out: &mut Vec<Outcome>) {
+        let (id, origin) = (new.id, new.origin);
+        if self.decodes {
+            for id in std::iter::once(&id).chain(&new.siblings) {
+                self.line.know(*id, Rank::new(now, &new, *id));
+            }
+        }
+        if let Err(refusal) = self.scheduler.submit(new, now) {
+            return out.push(Outcome::Refused(id, refusal));
+        }
+        if origin == Origin::Local {
+            self.line.wait(id, now);
+        }
+    }
+
+    /// The process stood still until now.
+    pub(crate) fn resumed(&mut self, now: Time) {
+        self.line.resumed(now);
+    }
+
+    /// These sequences are over.
+    pub(crate) fn forget(&mut self, ids: &[SequenceId], now: Time) {
+        ids.iter().for_each(|id| self.line.forget(*id, now));
     }
 
     /// The step with this number is over, unless it was left before.
-    pub(crate) fn done(&mut self, number: u64, now: Time, out: &mut Vec<Outcome>) {
+    pub(crate) fn done(&mut self, context: &mut Context, number: u64, out: &mut Vec<Outcome>) {
         if !self.stepping || number != self.number {
             return;
         }
         self.stepping = false;
         self.number += 1;
-        self.scheduler.apply(&self.output, now);
-        self.drain(out);
+        self.scheduler.apply(&self.output, context.now);
+        self.measure();
+        self.drain(context, out);
     }
 
-    fn drain(&mut self, out: &mut Vec<Outcome>) {
+    fn measure(&mut self) {
+        if self.output.stopped {
+            return;
+        }
+        let computed = self.scheduler.num_prompt_tokens_computed();
+        let seconds = self.engine.last_step_time().as_secs_f64();
+        let (rate, value) = match computed - std::mem::replace(&mut self.num_computed, computed) {
+            0 => (&mut self.rates.decode_step_ms, seconds * 1e3),
+            tokens => (&mut self.rates.prefill_tokens_per_s, tokens as f64 / seconds),
+        };
+        *rate = if *rate == 0.0 { value } else { *rate * (1.0 - NEWEST) + value * NEWEST };
+    }
+
+    fn drain(&mut self, context: &mut Context, out: &mut Vec<Outcome>) {
         let mut events = Vec::new();
         self.scheduler.drain_events(&mut events);
+        for event in &events {
+            if self.decodes {
+                self.follow_line(context, event);
+            }
+        }
         out.extend(events.into_iter().map(Outcome::Event));
+    }
+
+    fn follow_line(&mut self, context: &mut Context, event: &Event) {
+        let now = context.now;
+        match event {
+            Event::Reserved { id, .. } => {
+                if let Some(passed) = self.line.serve(*id, now) {
+                    check::passed(context, passed);
+                }
+            }
+            // It was given blocks earlier, when another one may have been first.
+            Event::Computed { id, .. } | Event::Started { id, .. } => {
+                self.line.serve(*id, now);
+            }
+            Event::Preempted { id, gone: true } | Event::Token { id, finish: Some(_), .. } => {
+                self.line.forget(*id, now);
+            }
+            Event::Preempted { id, gone: false } => self.line.wait(*id, now),
+            Event::Token { .. } | Event::NearHead { .. } | Event::Opened { .. } => {}
+        }
     }
 }

@@ -7,12 +7,18 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
 use super::gauges::{Sample, ScrapedGauge, SourceSlot};
-use super::{Counter, Gauge, Histogram};
+use super::{Counter, Gauge, Histogram, LateMessages};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct RequestLabels {
     mode: &'static str,
     outcome: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PlacementLabels {
+    mode: &'static str,
+    reason: &'static str,
 }
 
 /// Workers of one role in one state, as the router sees them.
@@ -31,11 +37,23 @@ pub struct WorkerCount {
 pub struct RouterMetrics {
     registry: Arc<Registry>,
     workers: SourceSlot,
+    open_breakers: SourceSlot,
     requests: Family<RequestLabels, Counter>,
+    placements: Family<PlacementLabels, Counter>,
     /// Requests accepted and not yet ended.
     pub num_requests_in_flight: Gauge,
     /// Requests computed wholly on a decode worker although the cluster is disaggregated.
     pub local_fallbacks: Counter,
+    /// Attempts that followed a failed one.
+    pub retries: Counter,
+    /// Attempts that went on behind delivered tokens, after a failure or a preemption.
+    pub resumes: Counter,
+    /// Attempts that went on with KV that an earlier one had computed.
+    pub redirects: Counter,
+    /// Requests of which at least one sequence was preempted.
+    pub preempted_requests: Counter,
+    /// Messages that no request had a use for.
+    pub late_messages: LateMessages,
     /// Seconds from the request's arrival to its first token.
     pub ttft: Histogram,
     /// Seconds between consecutive tokens of a request.
@@ -50,15 +68,27 @@ impl RouterMetrics {
     /// All counts at zero.
     pub fn new() -> Self {
         let mut registry = Registry::default();
-        let (collector, workers) =
-            ScrapedGauge::new("baton_workers", "Workers by role and state, as this router sees them.");
-        registry.register_collector(Box::new(collector));
+        let mut gauge = |name, help| {
+            let (collector, slot) = ScrapedGauge::new(name, help);
+            registry.register_collector(Box::new(collector));
+            slot
+        };
+        let workers = gauge("baton_workers", "Workers by role and state, as this router sees them.");
+        let open_breakers =
+            gauge("baton_open_breakers", "Workers that get no requests because they kept failing them.");
         let mut metrics = Self {
             registry: Arc::default(),
             workers,
+            open_breakers,
             requests: Family::default(),
+            placements: Family::default(),
             num_requests_in_flight: Gauge::default(),
             local_fallbacks: Counter::default(),
+            retries: Counter::default(),
+            resumes: Counter::default(),
+            redirects: Counter::default(),
+            preempted_requests: Counter::default(),
+            late_messages: LateMessages::default(),
             ttft: super::latency(),
             itl: super::latency(),
             tpot: super::latency(),
@@ -74,11 +104,31 @@ impl RouterMetrics {
         registry.register("baton_requests", "Requests that ended, by mode and outcome", requests);
         let in_flight = self.num_requests_in_flight.clone();
         registry.register("baton_num_requests_in_flight", "Requests accepted and not yet ended", in_flight);
-        registry.register(
-            "baton_local_fallbacks",
-            "Requests computed wholly on a decode worker for want of a prefill worker",
-            self.local_fallbacks.clone(),
-        );
+        let placements = self.placements.clone();
+        registry.register("baton_placements", "Placements of attempts, by mode and reason", placements);
+        let counters = [
+            (
+                "baton_local_fallbacks",
+                "Requests computed wholly on a decode worker for want of a prefill worker",
+                &self.local_fallbacks,
+            ),
+            ("baton_retries", "Attempts that followed a failed one", &self.retries),
+            ("baton_resumes", "Attempts that went on behind delivered tokens", &self.resumes),
+            (
+                "baton_redirects",
+                "Attempts whose KV an earlier attempt had computed, sent to another decode worker",
+                &self.redirects,
+            ),
+            (
+                "baton_preempted_requests",
+                "Requests of which at least one sequence was preempted",
+                &self.preempted_requests,
+            ),
+        ];
+        for (name, help, counter) in counters {
+            registry.register(name, help, counter.clone());
+        }
+        self.late_messages.register(registry);
         let histograms = [
             ("baton_ttft_seconds", "Time to first token", &self.ttft),
             ("baton_itl_seconds", "Time between consecutive tokens", &self.itl),
@@ -101,6 +151,16 @@ impl RouterMetrics {
         self.requests.get_or_create(&RequestLabels { mode, outcome }).get()
     }
 
+    /// Counts a placement: its mode, and why it is that one.
+    pub fn placed(&self, mode: &'static str, reason: &'static str) {
+        self.placements.get_or_create(&PlacementLabels { mode, reason }).inc();
+    }
+
+    /// How many placements came out so.
+    pub fn num_placed(&self, mode: &'static str, reason: &'static str) -> u64 {
+        self.placements.get_or_create(&PlacementLabels { mode, reason }).get()
+    }
+
     /// Workers are read through `counts` at each scrape; it must not block.
     pub fn read_workers(&self, counts: impl Fn() -> Vec<WorkerCount> + Send + Sync + 'static) {
         self.workers.set(move || {
@@ -108,6 +168,13 @@ impl RouterMetrics {
                 Sample::new(vec![("role", count.role), ("state", count.state)], count.num)
             };
             counts().into_iter().map(sample).collect()
+        });
+    }
+
+    /// Workers whose circuit breaker is open, by role, are read through `counts` at each scrape; it must not block.
+    pub fn read_open_breakers(&self, counts: impl Fn() -> Vec<(&'static str, u64)> + Send + Sync + 'static) {
+        self.open_breakers.set(move || {
+            counts().into_iter().map(|(role, num)| Sample::new(vec![("role", role)], num)).collect()
         });
     }
 
@@ -133,18 +200,29 @@ mod tests {
         metrics.request_ended("disaggregated", "stop");
         metrics.num_requests_in_flight.inc();
         metrics.local_fallbacks.inc();
+        metrics.resumes.inc();
+        metrics.placed("disaggregated", "cost");
         metrics.ttft.observe(0.1);
         metrics.read_workers(|| vec![WorkerCount { role: "decode", state: "ready", num: 2 }]);
+        metrics.read_open_breakers(|| vec![("decode", 1)]);
+        metrics.late_messages.add("router", 3);
         let text = metrics.encode();
         for line in [
             "baton_requests_total{mode=\"disaggregated\",outcome=\"stop\"} 1",
             "baton_num_requests_in_flight 1",
             "baton_local_fallbacks_total 1",
+            "baton_retries_total 0",
+            "baton_resumes_total 1",
+            "baton_redirects_total 0",
+            "baton_preempted_requests_total 0",
+            "baton_placements_total{mode=\"disaggregated\",reason=\"cost\"} 1",
             "baton_ttft_seconds_count 1",
             "baton_itl_seconds_count 0",
             "baton_tpot_seconds_count 0",
             "baton_e2e_seconds_count 0",
             "baton_workers{role=\"decode\",state=\"ready\"} 2",
+            "baton_open_breakers{role=\"decode\"} 1",
+            "baton_late_messages_total{where=\"router\"} 3",
             "# EOF",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is missing in\n{text}");

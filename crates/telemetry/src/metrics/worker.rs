@@ -7,7 +7,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
 use super::gauges::{Sample, ScrapedGauge, SourceSlot};
-use super::{Counter, Histogram};
+use super::{Counter, Histogram, LateMessages};
 
 /// Blocks of the pool by state; `free + cached + held + draining = total` always.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,6 +59,14 @@ pub struct WorkerMetrics {
     pub prefix_hit_tokens: Counter,
     /// Tokens sampled here.
     pub generated_tokens: Counter,
+    /// Sequences that began as a fork of another one's prompt.
+    pub forks: Counter,
+    /// Shared blocks that were copied because one of their holders wrote.
+    pub block_copies: Counter,
+    /// Sequences that gave up their blocks to others.
+    pub preemptions: Counter,
+    /// Those of them that left to be resumed elsewhere.
+    pub preempted_gone: Counter,
     /// KV payload bytes handed to the transport, resends included.
     pub kv_sent_bytes: Counter,
     /// KV payload bytes received and verified.
@@ -67,6 +75,8 @@ pub struct WorkerMetrics {
     pub kv_frames_corrupt: Counter,
     /// Frames sent a second time.
     pub kv_frames_resent: Counter,
+    /// Messages and KV frames that no handoff had a use for.
+    pub late_messages: LateMessages,
     /// Seconds of one engine step.
     pub step_duration: Histogram,
     /// Seconds of transfer that a client waited for.
@@ -93,10 +103,15 @@ impl WorkerMetrics {
             prompt_tokens_computed: Counter::default(),
             prefix_hit_tokens: Counter::default(),
             generated_tokens: Counter::default(),
+            forks: Counter::default(),
+            block_copies: Counter::default(),
+            preemptions: Counter::default(),
+            preempted_gone: Counter::default(),
             kv_sent_bytes: Counter::default(),
             kv_received_bytes: Counter::default(),
             kv_frames_corrupt: Counter::default(),
             kv_frames_resent: Counter::default(),
+            late_messages: LateMessages::default(),
             step_duration: super::fine(),
             kv_exposed: super::fine(),
             kv_transfer: super::fine(),
@@ -112,6 +127,10 @@ impl WorkerMetrics {
             ("baton_prompt_tokens_computed", "Prompt tokens run through the model here", computed),
             ("baton_prefix_hit_tokens", "Prompt tokens found in the prefix cache", hits),
             ("baton_generated_tokens", "Tokens sampled here", &self.generated_tokens),
+            ("baton_forks", "Sequences forked from another one's prompt", &self.forks),
+            ("baton_block_copies", "Shared blocks copied before a write", &self.block_copies),
+            ("baton_preemptions", "Sequences that gave up their blocks", &self.preemptions),
+            ("baton_preempted_gone", "Preempted sequences that left this worker", &self.preempted_gone),
             ("baton_kv_sent_bytes", "KV payload bytes sent, resends included", &self.kv_sent_bytes),
             ("baton_kv_received_bytes", "KV payload bytes received and verified", &self.kv_received_bytes),
             ("baton_kv_frames_corrupt", "KV frames whose checksum was wrong", &self.kv_frames_corrupt),
@@ -120,6 +139,7 @@ impl WorkerMetrics {
         for (name, help, counter) in counters {
             registry.register(name, help, counter.clone());
         }
+        self.late_messages.register(registry);
         registry.register("baton_handoffs", "Handoffs that ended, by outcome", self.handoffs.clone());
         let histograms = [
             ("baton_step_duration_seconds", "Duration of one engine step", &self.step_duration),
@@ -211,6 +231,10 @@ mod tests {
             "baton_prompt_tokens_computed_total 5",
             "baton_prefix_hit_tokens_total 0",
             "baton_generated_tokens_total 0",
+            "baton_forks_total 0",
+            "baton_block_copies_total 0",
+            "baton_preemptions_total 0",
+            "baton_preempted_gone_total 0",
             "baton_kv_sent_bytes_total 0",
             "baton_kv_received_bytes_total 0",
             "baton_kv_frames_corrupt_total 0",

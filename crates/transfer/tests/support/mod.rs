@@ -1,6 +1,7 @@
 //! Two memories, a server over loopback, a proxy that damages what passes, and a driver that stands in for the two machines.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub(crate) mod by_hand;
 pub(crate) mod memory;
 pub(crate) mod proxy;
 
@@ -11,8 +12,8 @@ use std::time::Duration;
 use baton_handoff::{HandoffKey, InstanceId, RequestId};
 use baton_kv::{BlockPool, BlockTable, KvDtype, KvLayout};
 use baton_transfer::{
-    Grant, Progress, Receiver, ReceiverEvent, Receivers, Sender, SenderConfig, SenderEvent, TokenSpan,
-    bulk_endpoint, bulk_server_builder, kv_stream_server, sender,
+    Bulk, Grant, Progress, Receiver, ReceiverEvent, Receivers, Sender, SenderConfig, SenderEvent, TokenSpan,
+    Transport, bulk_endpoint, bulk_server_builder, kv_stream_server, sender,
 };
 use tonic::transport::Channel;
 use tonic::transport::server::TcpIncoming;
@@ -70,8 +71,12 @@ pub(crate) struct Destination {
 
 impl Destination {
     pub(crate) async fn start(layout: &KvLayout, num_blocks: usize) -> Self {
+        Self::start_over(Transport::Auto, layout, num_blocks).await
+    }
+
+    pub(crate) async fn start_over(transport: Transport, layout: &KvLayout, num_blocks: usize) -> Self {
         let memory = Arc::new(Sink::new(layout, num_blocks));
-        let receivers = Receivers::new(Arc::clone(&memory) as _, 4);
+        let receivers = Receivers::new(Arc::clone(&memory) as _, 4).with_transport(transport);
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let service = kv_stream_server(receivers.clone());
@@ -95,6 +100,10 @@ impl Destination {
 
     pub(crate) fn channel(&self) -> Channel {
         channel(self.address)
+    }
+
+    pub(crate) fn shared(&self) -> Bulk {
+        Bulk::over_shared_memory(self.channel())
     }
 }
 
@@ -135,10 +144,10 @@ impl Origin {
         &self,
         key: HandoffKey,
         span: TokenSpan,
-        channel: Channel,
+        bulk: impl Into<Bulk>,
         first_credit: u64,
     ) -> Sender {
-        let (handle, task) = sender(self.config(key, span, channel, first_credit)).unwrap();
+        let (handle, task) = sender(self.config(key, span, bulk, first_credit)).unwrap();
         tokio::spawn(task);
         handle
     }
@@ -147,7 +156,7 @@ impl Origin {
         &self,
         key: HandoffKey,
         span: TokenSpan,
-        channel: Channel,
+        bulk: impl Into<Bulk>,
         first_credit: u64,
     ) -> SenderConfig {
         SenderConfig {
@@ -156,7 +165,7 @@ impl Origin {
             lease: self.table.read_lease(),
             memory: Arc::clone(&self.memory) as _,
             progress: self.progress.clone(),
-            channel,
+            channel: bulk.into(),
             first_credit,
         }
     }

@@ -3,20 +3,23 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::Thread;
+use std::time::Duration;
 
 use baton_handoff::Cause;
 use baton_scheduler::{FirstToken, NewSequence, Origin, SamplingParams, SequenceId};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 
-use super::message::{Command, LayerSink, Live, Load, Slot, Stamped, Submit};
+use super::cache_feed::CacheView;
+use super::message::{Command, LayerSink, Live, Load, Slot, Stamped, Submit, nth_id};
+use super::rates::StepRates;
 
 /// Commands on their way to the loop, at most; senders wait for room.
 const COMMAND_BUFFER: usize = 1024;
 
-/// Events that a reader may be behind, at most; then its sequence is cancelled.
+/// Events that a reader may be behind, at most, for each sequence; then its group is cancelled.
 const EVENT_BUFFER: usize = 1024;
 
-/// A sequence to be run; the loop gives it an id.
+/// A group of sequences to be run from one prompt; the loop gives them ids.
 #[derive(Clone)]
 pub struct Submission {
     /// Where its KV comes from.
@@ -25,12 +28,24 @@ pub struct Submission {
     pub prompt: Vec<u32>,
     /// How tokens are drawn.
     pub sampling: SamplingParams,
+    /// How many sequences, 1 to [`baton_handoff::MAX_SEQUENCES`]; more than one only without tokens generated before.
+    pub num_sequences: u32,
+    /// Number of the first within the request; the others count on from it.
+    pub first_sequence: u32,
     /// Tokens at the prompt's end that were generated before; fewer than the prompt has.
     pub num_generated: u32,
-    /// Tokens to generate, at least one.
+    /// Tokens to generate in each, at least one.
     pub max_new_tokens: u32,
-    /// Tokens that end the sequence.
+    /// Tokens that end a sequence.
     pub stop_tokens: Vec<u32>,
+    /// Whether its blocks are looked up in, and added to, the prefix cache.
+    pub cache: bool,
+    /// How long ago the router accepted the request.
+    pub age: Duration,
+    /// A lower one is served earlier.
+    pub priority: i32,
+    /// It was preempted and comes back.
+    pub preempted: bool,
     /// Hears which layers of it are complete.
     pub sink: Option<Arc<dyn LayerSink>>,
 }
@@ -46,6 +61,7 @@ pub(super) struct Shared {
     pub(super) num_cancels: AtomicU32,
     pub(super) stop: AtomicBool,
     pub(super) load: watch::Sender<Load>,
+    pub(super) rates: StepRates,
     next_id: AtomicU64,
 }
 
@@ -71,32 +87,44 @@ impl StepHandle {
         (Self { shared: Arc::default(), commands }, receiver)
     }
 
-    /// Hands a sequence to the loop. Whether it is accepted comes as an event.
+    /// Hands a group of sequences to the loop. Whether it is accepted comes as an event.
     ///
     /// # Errors
     /// [`Cause::Engine`] when the loop has ended.
     pub async fn submit(&self, new: Submission) -> Result<Sequence, Cause> {
-        let id = SequenceId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
+        let num = new.num_sequences.max(1);
+        let id = SequenceId(self.shared.next_id.fetch_add(u64::from(num), Ordering::Relaxed));
         let slot = Arc::new(Slot::default());
-        let (sender, events) = mpsc::channel(EVENT_BUFFER);
+        let (sender, events) = mpsc::channel(EVENT_BUFFER * num as usize);
         let sequence = NewSequence {
             id,
+            siblings: (1..num).map(|nth| nth_id(id, nth)).collect(),
             origin: new.origin,
             prompt: new.prompt,
             sampling: new.sampling,
-            sequence: 0,
+            sequence: new.first_sequence,
             num_generated: new.num_generated,
             max_new_tokens: new.max_new_tokens,
             stop_tokens: new.stop_tokens,
-            cache: true,
+            cache: new.cache,
+            age: new.age,
+            priority: new.priority,
+            preempted: new.preempted,
         };
-        let live = Live { slot: Arc::clone(&slot), events: sender, sink: new.sink, first_step: None };
+        let live = Live { slot: Arc::clone(&slot), events: sender, sink: new.sink };
         // Made first: if this future is dropped while it waits for room, the drop of `handle` cancels.
-        let handle = Sequence { id, steps: self.clone(), slot, events };
+        let handle = Sequence { id, first: new.first_sequence, num, steps: self.clone(), slot, events };
         match self.send(Command::Submit(Box::new(Submit { sequence, live }))).await {
             true => Ok(handle),
             false => Err(Cause::Engine),
         }
+    }
+
+    /// What the prefix cache holds, and what changes from then on. `None` when the loop has ended.
+    pub async fn watch_cache(&self) -> Option<CacheView> {
+        let (sender, view) = oneshot::channel();
+        self.send(Command::WatchCache(sender)).await;
+        view.await.ok()
     }
 
     async fn send(&self, command: Command) -> bool {
@@ -108,6 +136,11 @@ impl StepHandle {
     /// Counts layers computed since the start: work without progress is a stall.
     pub fn progress(&self) -> u64 {
         self.shared.progress.load(Ordering::Relaxed)
+    }
+
+    /// How fast it computes.
+    pub fn rates(&self) -> &StepRates {
+        &self.shared.rates
     }
 
     /// How busy the loop is, and how to hear when that changes.
@@ -122,10 +155,14 @@ impl StepHandle {
     }
 }
 
-/// A live sequence. Dropping it ends the sequence in whatever stage, within a layer; its blocks return, leased ones when
-/// their lease ends.
+/// A live group of sequences, mostly of one. Dropping it ends all of them in whatever stage, within a layer; their blocks return,
+/// leased ones when their lease ends.
 pub struct Sequence {
+    /// Of the first one, which stands for all until the fork.
     id: SequenceId,
+    /// Number of the first one.
+    first: u32,
+    num: u32,
     steps: StepHandle,
     slot: Arc<Slot>,
     events: mpsc::Receiver<Stamped>,
@@ -153,9 +190,18 @@ impl Sequence {
         self.steps.send(Command::Reserve(self.id)).await;
     }
 
-    /// Remote: every byte is verified; [`super::SequenceEvent::Started`] follows, or the end when the token finished it.
-    pub async fn commit(&self, first: FirstToken) {
+    /// Remote: every byte is verified; `first` has the first token of each sequence, in order.
+    /// [`super::SequenceEvent::Started`] follows, or the end when the tokens finished all.
+    pub async fn commit(&self, first: Vec<FirstToken>) {
         self.steps.send(Command::Commit(self.id, first)).await;
+    }
+
+    /// Ends the sequence with this number, its blocks return; the others go on. No event follows for it, and none at all when it was
+    /// the last. One that is over already, or no sequence of this group, changes nothing.
+    pub async fn stop(&self, sequence: u32) {
+        if let Some(nth) = sequence.checked_sub(self.first).filter(|&nth| nth < self.num) {
+            self.steps.send(Command::Stop(nth_id(self.id, nth))).await;
+        }
     }
 
     /// Remote: the source is done; [`super::SequenceEvent::Boundary`] says when the sequence could have run.

@@ -7,7 +7,9 @@ use std::sync::{Arc, OnceLock};
 use baton_handoff::Cause;
 use baton_kv::{ReadLease, WriteLease};
 use baton_scheduler::{Finish, FirstToken, NewSequence, Refusal, SequenceId, StageCounts, Time};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
+
+use super::cache_feed::CacheView;
 
 /// Hears, on a prefill worker, which KV of a sequence is complete in block memory.
 pub trait LayerSink: Send + Sync {
@@ -20,7 +22,7 @@ pub trait LayerSink: Send + Sync {
     fn tokens_done(&self, num_tokens: usize);
 }
 
-/// What happened to one sequence.
+/// What happened to a sequence, or to a group of them until it is forked.
 #[derive(Debug)]
 pub enum SequenceEvent {
     /// It was not accepted; the last event.
@@ -39,8 +41,10 @@ pub enum SequenceEvent {
         /// From the sequence's first token.
         num_tokens: usize,
     },
-    /// A token was sampled; with `finish` this is the last event.
+    /// A token was sampled; with `finish` this is the sequence's last event. After the last event of all there are no more.
     Token {
+        /// Number of the sequence within its request.
+        sequence: u32,
         /// Token id.
         token: u32,
         /// Natural logarithm of its probability.
@@ -66,8 +70,14 @@ pub enum SequenceEvent {
     },
     /// Answers [`crate::Sequence::notice`]: the first step boundary at or after it.
     Boundary,
-    /// It gave up its blocks to older sequences and will be computed again.
-    Preempted,
+    /// A sequence gave up its blocks to others.
+    Preempted {
+        /// Number of the sequence within its request.
+        sequence: u32,
+        /// It left, to be resumed elsewhere: its last event, and the last of its whole group if that had not started. Otherwise
+        /// it waits here to be computed again.
+        gone: bool,
+    },
 }
 
 /// An event and when it happened, on the worker's clock.
@@ -101,8 +111,12 @@ pub(super) enum Command {
     Submit(Box<Submit>),
     Grant(SequenceId, usize),
     Reserve(SequenceId),
-    Commit(SequenceId, FirstToken),
+    Commit(SequenceId, Vec<FirstToken>),
     Notice(SequenceId),
+    /// Ends one sequence of a group.
+    Stop(SequenceId),
+    /// Asks for what the prefix cache holds, and for what changes from then on.
+    WatchCache(oneshot::Sender<CacheView>),
 }
 
 pub(super) struct Submit {
@@ -110,16 +124,19 @@ pub(super) struct Submit {
     pub(super) live: Live,
 }
 
-/// The loop's end of a sequence.
+/// The loop's end of a submission.
 pub(super) struct Live {
     pub(super) slot: Arc<Slot>,
     pub(super) events: mpsc::Sender<Stamped>,
     pub(super) sink: Option<Arc<dyn LayerSink>>,
-    /// When the first step with it began.
-    pub(super) first_step: Option<Time>,
 }
 
-/// What both ends of a sequence share.
+/// Id of the `nth` sequence of the group that begins with `head`.
+pub(super) const fn nth_id(head: SequenceId, nth: u32) -> SequenceId {
+    SequenceId(head.0 + nth as u64)
+}
+
+/// What both ends of a submission share.
 #[derive(Default)]
 pub(super) struct Slot {
     /// The holder dropped it.
@@ -131,7 +148,7 @@ pub(super) struct Slot {
 /// The cause with which a leg ends because its sequence was not accepted.
 pub const fn refusal_cause(refusal: &Refusal) -> Cause {
     match refusal {
-        Refusal::TooLarge { .. } => Cause::TooLarge,
+        Refusal::TooLarge { .. } | Refusal::TooMany { .. } => Cause::TooLarge,
         Refusal::QueueFull { .. } => Cause::Busy,
         Refusal::Duplicate => Cause::Duplicate,
         Refusal::Empty => Cause::Protocol,

@@ -1,6 +1,5 @@
 //! The loop itself.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,8 +13,11 @@ use baton_telemetry::metrics::WorkerMetrics;
 use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TrySendError;
 
+use super::cache_feed::CacheFeed;
+use super::group::{Group, Member, Members, NewIds};
 use super::handle::Shared;
-use super::message::{Command, LayerSink, Live, Load, SequenceEvent, Slot, Stamped, Submit};
+use super::message::{Command, LayerSink, Live, Load, SequenceEvent, Slot, Stamped, Submit, nth_id};
+use super::rates::StepMeter;
 use crate::Clock;
 
 /// The pool recounts itself once in this many steps.
@@ -31,7 +33,9 @@ pub(super) struct StepLoop {
     engine: Box<dyn Engine>,
     clock: Clock,
     metrics: WorkerMetrics,
-    live: HashMap<SequenceId, Live>,
+    members: Members,
+    meter: StepMeter,
+    cache_feed: CacheFeed,
     /// The next three keep their memory from step to step.
     events: Vec<Event>,
     output: StepOutput,
@@ -68,7 +72,9 @@ impl StepLoop {
             engine,
             clock,
             metrics,
-            live: HashMap::new(),
+            members: Members::default(),
+            meter: StepMeter::default(),
+            cache_feed: CacheFeed::new(),
             events: Vec::new(),
             output: StepOutput::default(),
             rows: Vec::new(),
@@ -88,6 +94,7 @@ impl StepLoop {
             let now = self.clock.now();
             self.scheduler.plan(now);
             self.forward(now);
+            self.cache_feed.publish(&mut self.scheduler);
             let idle = self.scheduler.current_plan().is_empty();
             self.publish(idle);
             if idle {
@@ -97,9 +104,7 @@ impl StepLoop {
             }
         };
         let cause = if ended.is_ok() { Cause::Draining } else { Cause::Engine };
-        for live in self.live.values() {
-            let _ = live.slot.end.set(cause);
-        }
+        self.members.end_all(cause);
         ended
     }
 
@@ -117,8 +122,13 @@ impl StepLoop {
                 Command::Reserve(id) => {
                     self.scheduler.reserve(id);
                 }
-                Command::Commit(id, first) => self.commit(id, first, now),
+                Command::Commit(id, first) => self.commit(id, &first, now),
                 Command::Notice(id) => self.tell(id, now, SequenceEvent::Boundary),
+                Command::Stop(id) => self.stop(id, now),
+                Command::WatchCache(reader) => {
+                    // A reader that is gone needs no answer.
+                    let _ = reader.send(self.cache_feed.open(&mut self.scheduler));
+                }
             }
             self.forward(now);
         }
@@ -129,16 +139,14 @@ impl StepLoop {
         if live.slot.cancelled.load(Ordering::SeqCst) {
             return;
         }
-        let id = sequence.id;
+        let ids = NewIds::of(&sequence);
         match self.scheduler.submit(sequence, now) {
-            Ok(()) => {
-                self.live.insert(id, live);
-            }
+            Ok(()) => self.members.insert(ids, live),
             Err(refusal) => refuse(&live, refusal, now),
         }
     }
 
-    fn commit(&mut self, id: SequenceId, first: FirstToken, now: Time) {
+    fn commit(&mut self, id: SequenceId, first: &[FirstToken], now: Time) {
         if !self.scheduler.commit(id, first) {
             return;
         }
@@ -148,8 +156,26 @@ impl StepLoop {
             .iter()
             .any(|event| matches!(event, Event::Started { id: started, .. } if *started == id));
         self.forward(now);
-        if !runs {
-            self.live.remove(&id);
+        // A sequence that its first token ended has no event.
+        for (nth, first) in (0..).zip(first) {
+            if first.finished || !runs {
+                self.members.remove(nth_id(id, nth));
+            }
+        }
+    }
+
+    /// Ends one sequence of a group.
+    fn stop(&mut self, id: SequenceId, now: Time) {
+        let Some(member) = self.members.get(id) else { return };
+        if id == member.group.head && member.group.is_whole() {
+            return member.group.head_stopped.set(true);
+        }
+        self.scheduler.cancel(id, now);
+        if let Some(group) = self.members.remove(id)
+            && group.is_unwanted()
+        {
+            self.scheduler.cancel(group.head, now);
+            self.members.remove(group.head);
         }
     }
 
@@ -160,12 +186,8 @@ impl StepLoop {
         }
         let now = self.clock.now();
         let scheduler = &mut self.scheduler;
-        self.live.retain(|&id, live| {
-            let cancelled = live.slot.cancelled.load(Ordering::SeqCst);
-            if cancelled {
-                scheduler.cancel(id, now);
-            }
-            !cancelled
+        self.members.remove_cancelled(|id| {
+            scheduler.cancel(id, now);
         });
         self.forward(now);
     }
@@ -175,32 +197,45 @@ impl StepLoop {
         let mut events = std::mem::take(&mut self.events);
         self.scheduler.drain_events(&mut events);
         for event in events.drain(..) {
-            let (id, event) = split(event);
-            self.tell(id, now, event);
+            if let Some((id, event)) = translate(event, &self.members) {
+                self.tell(id, now, event);
+            }
         }
         self.events = events;
     }
 
-    fn tell(&mut self, id: SequenceId, at: Time, mut event: SequenceEvent) {
-        let Some(live) = self.live.get(&id) else { return };
-        if let SequenceEvent::Started { first_step, .. } = &mut event {
-            *first_step = live.first_step;
-        }
-        let last = matches!(event, SequenceEvent::Token { finish: Some(_), .. });
-        note(&self.metrics, live, &event);
-        match live.events.try_send(Stamped { at, event }) {
-            Ok(()) if !last => {}
-            // Its handle is gone; the cancel is on its way.
-            Err(TrySendError::Closed(_)) if !last => {}
+    fn tell(&mut self, id: SequenceId, at: Time, event: SequenceEvent) {
+        let Some(member) = self.members.get(id) else { return };
+        let group = &member.group;
+        note(&self.metrics, group, &event);
+        let head = group.head;
+        let starts = matches!(event, SequenceEvent::Started { .. });
+        let is_gone = matches!(event, SequenceEvent::Preempted { gone: true, .. });
+        let is_finished = matches!(event, SequenceEvent::Token { finish: Some(_), .. });
+        // A prefill worker holds all blocks of a group under the id of the first: it stays until the handle is dropped.
+        let is_over = is_gone || (is_finished && !group.is_prefill);
+        let all_over = is_gone && !group.started.get();
+        match group.events.try_send(Stamped { at, event }) {
+            // With a closed channel its handle is gone; the cancel is on its way.
+            Ok(()) | Err(TrySendError::Closed(_)) => {}
             Err(TrySendError::Full(_)) => {
-                tracing::warn!("a reader is too slow: its sequence is cancelled");
-                let _ = live.slot.end.set(Cause::SlowReader);
-                self.scheduler.cancel(id, at);
-                self.live.remove(&id);
+                tracing::warn!("a reader is too slow: its sequences are cancelled");
+                let _ = group.slot.end.set(Cause::SlowReader);
+                let scheduler = &mut self.scheduler;
+                return self.members.remove_group(head, |id| {
+                    scheduler.cancel(id, at);
+                });
             }
-            Ok(()) | Err(TrySendError::Closed(_)) => {
-                self.live.remove(&id);
+        }
+        if starts {
+            group.started.set(true);
+            if group.head_stopped.replace(false) {
+                self.stop(head, at);
             }
+        } else if all_over {
+            self.members.remove_group(head, |_| {});
+        } else if is_over {
+            self.members.remove(id);
         }
     }
 
@@ -227,7 +262,15 @@ impl StepLoop {
         self.engine.step(plan, &mut self.output, &mut on_layer).inspect_err(|error| {
             tracing::error!(%error, "the engine failed; every sequence ends");
         })?;
-        self.metrics.step_duration.observe(started.elapsed().as_secs_f64());
+        let took = started.elapsed();
+        self.metrics.step_duration.observe(took.as_secs_f64());
+        if !self.output.stopped {
+            let cost = self.meter.observe(self.scheduler.current_plan(), took, &self.shared.rates);
+            if cost.is_some() {
+                self.scheduler.set_step_cost(cost);
+            }
+            self.metrics.block_copies.inc_by(self.scheduler.current_plan().copies.len() as u64);
+        }
         let now = self.clock.now();
         self.scheduler.apply(&self.output, now);
         // Whoever hears of the step finds it counted.
@@ -239,9 +282,10 @@ impl StepLoop {
     fn watch_rows(&mut self, now: Time) {
         self.rows.clear();
         for row in &self.scheduler.current_plan().rows {
-            if let Some(live) = self.live.get_mut(&row.id) {
-                live.first_step.get_or_insert(now);
-                let (slot, sink) = (Arc::clone(&live.slot), live.sink.clone());
+            if let Some(member) = self.members.get(row.id) {
+                let group = &member.group;
+                group.first_step.set(group.first_step.get().or(Some(now)));
+                let (slot, sink) = (Arc::clone(&group.slot), group.sink.clone());
                 self.rows.push(Row { slot, sink, chunk: row.position..row.position + row.tokens.len() });
             }
         }
@@ -276,7 +320,7 @@ impl StepLoop {
 
 /// Counts, and tells the sink. It hears of tokens from this thread alone, so that what it was told never goes back: what
 /// was cached first, then layer by layer what is computed.
-fn note(metrics: &WorkerMetrics, live: &Live, event: &SequenceEvent) {
+fn note(metrics: &WorkerMetrics, group: &Group, event: &SequenceEvent) {
     let done = match *event {
         SequenceEvent::Token { .. } => {
             metrics.generated_tokens.inc();
@@ -284,6 +328,12 @@ fn note(metrics: &WorkerMetrics, live: &Live, event: &SequenceEvent) {
         }
         SequenceEvent::Started { cached_tokens, .. } => {
             metrics.prefix_hit_tokens.inc_by(cached_tokens as u64);
+            metrics.forks.inc_by(u64::from(group.num_open.get() - 1));
+            return;
+        }
+        SequenceEvent::Preempted { gone, .. } => {
+            metrics.preemptions.inc();
+            metrics.preempted_gone.inc_by(u64::from(gone));
             return;
         }
         SequenceEvent::Opened { cached_tokens, .. } => {
@@ -293,7 +343,7 @@ fn note(metrics: &WorkerMetrics, live: &Live, event: &SequenceEvent) {
         SequenceEvent::Computed { num_tokens } => num_tokens,
         _ => return,
     };
-    if let Some(sink) = &live.sink
+    if let Some(sink) = &group.sink
         && done > 0
     {
         sink.tokens_done(done);
@@ -305,18 +355,26 @@ fn refuse(live: &Live, refusal: Refusal, now: Time) {
     let _ = live.events.try_send(Stamped { at: now, event: SequenceEvent::Refused(refusal) });
 }
 
-fn split(event: Event) -> (SequenceId, SequenceEvent) {
-    match event {
+/// An event as the sequence's reader is told it, and whom it is about. `None` when nobody listens any more.
+fn translate(event: Event, members: &Members) -> Option<(SequenceId, SequenceEvent)> {
+    Some(match event {
         Event::NearHead { id } => (id, SequenceEvent::NearHead),
         Event::Opened { id, lease, cached_tokens } => (id, SequenceEvent::Opened { lease, cached_tokens }),
         Event::Computed { id, num_tokens } => (id, SequenceEvent::Computed { num_tokens }),
         Event::Token { id, token, logprob, index, finish } => {
-            (id, SequenceEvent::Token { token, logprob, index, finish })
+            let sequence = members.get(id)?.sequence;
+            (id, SequenceEvent::Token { sequence, token, logprob, index, finish })
         }
         Event::Reserved { id, lease, skip_tokens } => (id, SequenceEvent::Reserved { lease, skip_tokens }),
         Event::Started { id, cached_tokens } => {
-            (id, SequenceEvent::Started { first_step: None, cached_tokens })
+            let first_step = members.get(id)?.group.first_step.get();
+            (id, SequenceEvent::Started { first_step, cached_tokens })
         }
-        Event::Preempted { id } => (id, SequenceEvent::Preempted),
-    }
+        Event::Preempted { id, gone } => {
+            let Member { group, sequence } = members.get(id)?;
+            // Until the fork the first sequence speaks for all.
+            let is_news = group.started.get() || id == group.head;
+            return is_news.then_some((id, SequenceEvent::Preempted { sequence: *sequence, gone }));
+        }
+    })
 }

@@ -16,6 +16,9 @@ use baton_telemetry::metrics::WorkerMetrics;
 use super::*;
 use crate::{Clock, Lifecycle, State};
 
+mod cache;
+mod groups;
+
 const LAYERS: usize = 8;
 const BLOCKS: usize = 64;
 
@@ -60,13 +63,13 @@ impl Engine for SlowEngine {
             }
         }
         for (row, planned) in plan.rows.iter().enumerate() {
-            if let Logits::Last(sampling) = planned.logits {
-                // The token tells its position.
-                output.sampled.push(Sampled {
-                    row: row as u32,
-                    token: sampling.position % 100,
-                    logprob: -1.0,
-                });
+            let Logits::Sample(wanted) = &planned.logits else { continue };
+            for sampling in wanted.clone() {
+                let of = plan.samplings[sampling];
+                // The token tells its sequence and position.
+                let token = of.sequence * 1000 + of.position % 100;
+                let (row, sampling) = (row as u32, sampling as u32);
+                output.sampled.push(Sampled { row, sampling, token, logprob: -1.0 });
             }
         }
         Ok(())
@@ -78,6 +81,7 @@ struct Bench {
     pool: BlockPool,
     layers_done: Arc<AtomicUsize>,
     lifecycle: Lifecycle,
+    metrics: WorkerMetrics,
     join: Option<std::thread::JoinHandle<()>>,
 }
 
@@ -118,15 +122,18 @@ impl Bench {
             max_receiving_share: 1.0,
             cache_salt,
             ageing_tokens_per_s: 0.0,
+            step_cost: None,
+            max_step_ms: 60_000.0,
         };
+        let metrics = WorkerMetrics::new();
         let scheduler = Scheduler::new(config, pool.clone());
         let options = StepThreadOptions { cpus: None, nice: 0, clock: Clock::start() };
-        let thread = StepThread::spawn(options, WorkerMetrics::new(), lifecycle.clone(), move |_| {
+        let thread = StepThread::spawn(options, metrics.clone(), lifecycle.clone(), move |_| {
             Ok(Built { engine: Box::new(engine), scheduler })
         })
         .unwrap();
         thread.built.await.unwrap().unwrap();
-        Self { steps: thread.handle, pool, layers_done, lifecycle, join: Some(thread.join) }
+        Self { steps: thread.handle, pool, layers_done, lifecycle, metrics, join: Some(thread.join) }
     }
 
     async fn fast() -> Self {
@@ -162,9 +169,15 @@ fn submission(origin: Origin, prompt: usize, max_new_tokens: u32) -> Submission 
         origin,
         prompt: vec![1; prompt],
         sampling: SamplingParams::GREEDY,
+        num_sequences: 1,
+        first_sequence: 0,
         num_generated: 0,
         max_new_tokens,
         stop_tokens: Vec::new(),
+        cache: true,
+        age: Duration::ZERO,
+        priority: 0,
+        preempted: false,
         sink: None,
     }
 }
@@ -249,7 +262,7 @@ async fn a_remote_sequence_reserves_commits_and_runs() {
     sequence.notice().await;
     assert!(matches!(next(&mut sequence).await, SequenceEvent::Boundary));
     drop(lease);
-    sequence.commit(FirstToken { token: 7, finished: false }).await;
+    sequence.commit(vec![FirstToken { token: 7, finished: false }]).await;
     assert!(matches!(
         next(&mut sequence).await,
         SequenceEvent::Started { first_step: None, cached_tokens: 0 }

@@ -1,0 +1,235 @@
+//! Which worker has which block cached, as far as the workers told.
+//!
+//! Memory: 33 bytes a bucket (16 of the hash, 16 of its holders, 1 of the table), and a table is between 7/16 and 7/8 full: 38 to 75 bytes for
+//! each distinct block, 69 MB for 1,000,000 of them. A block that more than six workers hold takes 256 bytes besides.
+//! Nothing here is bounded by itself: there are as many entries as blocks in the workers' pools.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use baton_kv::BlockHash;
+
+use crate::uniform::Uniform;
+
+/// Block hashes by the workers that have them cached.
+///
+/// A worker that has a block has all blocks before it, since it evicts the last ones of a prompt first. So the set of workers
+/// that have block `i` of a prompt only shrinks with `i`.
+#[derive(Clone, Debug, Default)]
+pub struct CacheIndex {
+    blocks: HashMap<BlockHash, Holders, Uniform>,
+}
+
+/// Numbers of workers, one bit each.
+type Bits = [u64; CacheIndex::MAX_WORKERS / 64];
+const NONE: Bits = [0; CacheIndex::MAX_WORKERS / 64];
+const ALL: Bits = [u64::MAX; CacheIndex::MAX_WORKERS / 64];
+
+/// Blocks of a prompt from one lookup to the next.
+const STRIDE: usize = 16;
+
+const FEW: usize = 6;
+
+/// The workers that have one block.
+#[derive(Clone, Debug)]
+enum Holders {
+    /// The first `num` of `workers`, in no order.
+    Few { num: u8, workers: [u16; FEW] },
+    /// More than a few of them, or a few that were more.
+    Many(Box<Bits>),
+}
+
+impl CacheIndex {
+    /// Workers that can be told apart; what one with a higher number has cached is not known here.
+    pub const MAX_WORKERS: usize = 2_048;
+
+    /// Takes in changes of a worker's prefix cache: `removed` first, since a worker says neither of a block that came and went.
+    pub fn apply(&mut self, worker: usize, stored: &[BlockHash], removed: &[BlockHash]) {
+        let Some(worker) = number(worker) else { return };
+        for hash in removed {
+            if let Entry::Occupied(mut entry) = self.blocks.entry(*hash)
+                && entry.get_mut().remove(worker)
+            {
+                entry.remove();
+            }
+        }
+        for hash in stored {
+            self.blocks.entry(*hash).or_insert(Holders::Few { num: 0, workers: [0; FEW] }).insert(worker);
+        }
+    }
+
+    /// The worker has these blocks and no others. Looks at every block known.
+    pub fn replace(&mut self, worker: usize, snapshot: &[BlockHash]) {
+        self.forget(worker);
+        self.apply(worker, snapshot, &[]);
+    }
+
+    /// The worker has nothing. Looks at every block known.
+    pub fn forget(&mut self, worker: usize) {
+        let Some(worker) = number(worker) else { return };
+        self.blocks.retain(|_, holders| !holders.remove(worker));
+    }
+
+    /// Distinct blocks that any worker has.
+    pub fn num_blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Says for each worker that has the first of a prompt's blocks how many leading ones it has, in no order of workers.
+    ///
+    /// Where the sets at two blocks are equal, so are all between them: only every sixteenth block is looked up, and those
+    /// between where the set shrinks.
+    pub fn leading_blocks(&self, hashes: &[BlockHash], mut found: impl FnMut(usize, u32)) {
+        let Some(end) = hashes.len().checked_sub(1) else { return };
+        let mut has = self.holders(&hashes[0], &ALL);
+        let mut at = 0;
+        while at < end && has != NONE {
+            let to = (at + STRIDE).min(end);
+            let keeps = self.holders(&hashes[to], &has);
+            if keeps != has {
+                self.between((at, &hashes[at + 1..to]), (has, &keeps), &mut found);
+                has = keeps;
+            }
+            at = to;
+        }
+        each_bit(&has, &NONE, |worker| found(worker, end as u32 + 1));
+    }
+
+    /// Between two looked-up blocks, the first of which is number `at`: says of each worker that has the first and not the
+    /// second how many leading blocks it has.
+    fn between(
+        &self,
+        (at, hashes): (usize, &[BlockHash]),
+        (mut has, keeps): (Bits, &Bits),
+        found: &mut impl FnMut(usize, u32),
+    ) {
+        for (num, hash) in (at as u32 + 1..).zip(hashes) {
+            let mut set = self.holders(hash, &has);
+            // While a snapshot comes in, later blocks can be known before earlier ones.
+            for (word, keeps) in set.iter_mut().zip(keeps) {
+                *word |= keeps;
+            }
+            if set != has {
+                each_bit(&has, &set, |worker| found(worker, num));
+                has = set;
+            }
+            if has == *keeps {
+                return;
+            }
+        }
+        each_bit(&has, keeps, |worker| found(worker, (at + 1 + hashes.len()) as u32));
+    }
+
+    /// The workers of `within` that have a block.
+    fn holders(&self, hash: &BlockHash, within: &Bits) -> Bits {
+        self.blocks.get(hash).map_or(NONE, |holders| holders.within(within))
+    }
+}
+
+fn number(worker: usize) -> Option<u16> {
+    u16::try_from(worker).ok().filter(|_| worker < CacheIndex::MAX_WORKERS)
+}
+
+const fn place(worker: u16) -> (usize, u64) {
+    ((worker / 64) as usize, 1 << (worker % 64))
+}
+
+/// Every worker of `set` that is not in `without`.
+fn each_bit(set: &Bits, without: &Bits, mut each: impl FnMut(usize)) {
+    for (nth, (word, without)) in set.iter().zip(without).enumerate() {
+        let mut word = word & !without;
+        while word != 0 {
+            each(nth * 64 + word.trailing_zeros() as usize);
+            word &= word - 1;
+        }
+    }
+}
+
+impl Holders {
+    fn few(&self) -> &[u16] {
+        match self {
+            Self::Few { num, workers } => &workers[..usize::from(*num)],
+            Self::Many(_) => &[],
+        }
+    }
+
+    fn bits(&self) -> Bits {
+        self.within(&ALL)
+    }
+
+    /// Those that are in `set` too.
+    fn within(&self, set: &Bits) -> Bits {
+        match self {
+            Self::Few { .. } => {
+                let mut kept = NONE;
+                for worker in self.few() {
+                    let (word, bit) = place(*worker);
+                    kept[word] |= set[word] & bit;
+                }
+                kept
+            }
+            Self::Many(bits) => std::array::from_fn(|nth| bits[nth] & set[nth]),
+        }
+    }
+
+    fn insert(&mut self, worker: u16) {
+        if self.few().contains(&worker) {
+            return;
+        }
+        if let Self::Few { num, .. } = self
+            && usize::from(*num) == FEW
+        {
+            *self = Self::Many(Box::new(self.bits()));
+        }
+        match self {
+            Self::Few { num, workers } => {
+                workers[usize::from(*num)] = worker;
+                *num += 1;
+            }
+            Self::Many(bits) => {
+                let (word, bit) = place(worker);
+                bits[word] |= bit;
+            }
+        }
+    }
+
+    /// `true`: nobody has it any more.
+    fn remove(&mut self, worker: u16) -> bool {
+        match self {
+            Self::Few { num, workers } => {
+                let known = &workers[..usize::from(*num)];
+                if let Some(nth) = known.iter().position(|known| *known == worker) {
+                    *num -= 1;
+                    workers[nth] = workers[usize::from(*num)];
+                }
+                *num == 0
+            }
+            Self::Many(bits) => {
+                let (word, bit) = place(worker);
+                bits[word] &= !bit;
+                let num = bits.iter().map(|word| word.count_ones()).sum::<u32>();
+                // Half of a few, so that one worker that comes and goes does not move the entry each time.
+                if num as usize <= FEW / 2 {
+                    let (mut few, mut num) = ([0; FEW], 0);
+                    each_bit(bits, &NONE, |worker| {
+                        few[num] = worker as u16;
+                        num += 1;
+                    });
+                    *self = Self::Few { num: num as u8, workers: few };
+                }
+                num == 0
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_entry_is_as_small_as_the_page_says() {
+        assert_eq!(size_of::<(BlockHash, Holders)>(), 32);
+        assert_eq!(size_of::<Bits>(), 256);
+    }
+}

@@ -1,0 +1,10 @@
+//! What a scheduler does, seen from outside.
+
+mod admission;
+mod caching;
+mod preemption;
+mod prompts;
+mod queue;
+mod random;
+mod sharing;
+mod support;

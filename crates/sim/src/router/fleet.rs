@@ -1,0 +1,138 @@
+//! What a router knows of workers, and where it places.
+
+use std::collections::BTreeMap;
+
+use baton_dispatch::{
+    CacheIndex, Fleet, Links, Need, PlaceError, Placement, Placer, Role, WorkerState, WorkerView,
+};
+use baton_handoff::{InstanceId, Time};
+
+use crate::Shape;
+use crate::context::Context;
+use crate::queue::WorkerEvent;
+use crate::status::{CacheReader, CacheUpdate, Heard, Status};
+
+/// A worker that has not been heard of for so long is not placed on.
+const SILENCE: Time = Time::from_secs(3);
+
+/// Everything heard of the fleet.
+pub(crate) struct FleetView {
+    router: usize,
+    /// One for each worker, heard of or not.
+    views: Vec<WorkerView>,
+    heard: Vec<Time>,
+    sequences: Vec<u64>,
+    readers: Vec<CacheReader>,
+    cache: CacheIndex,
+    links: Links,
+    placer: Placer,
+    in_flight: BTreeMap<usize, u32>,
+}
+
+const fn unknown(index: usize, role: Role) -> WorkerView {
+    WorkerView {
+        instance: InstanceId([0; 16]),
+        index,
+        role,
+        state: WorkerState::Unreachable,
+        num_waiting: 0,
+        num_running: 0,
+        free_blocks: 0,
+        total_blocks: 0,
+        queued_tokens: 0,
+        in_flight: 0,
+        prefill_tokens_per_s: 0.0,
+        decode_step_ms: 0.0,
+    }
+}
+
+impl FleetView {
+    pub(crate) fn new(router: usize, shape: &Shape, seed: u64) -> Self {
+        let num = shape.num_workers();
+        let role = |index| if index < shape.num_prefill_workers { Role::Prefill } else { Role::Decode };
+        Self {
+            router,
+            views: (0..num).map(|index| unknown(index, role(index))).collect(),
+            heard: vec![Time::ZERO; num],
+            sequences: vec![0; num],
+            readers: (0..num).map(|_| CacheReader::default()).collect(),
+            cache: CacheIndex::default(),
+            links: Links::default(),
+            placer: Placer::new(shape.layout, shape.policy, seed)
+                .with_max_local_tokens(shape.max_local_tokens),
+            in_flight: BTreeMap::new(),
+        }
+    }
+
+    pub(crate) fn status(&mut self, context: &mut Context, status: &Status) {
+        let (index, instance) = (status.view.index, status.view.instance);
+        let is_new = self.views[index].instance != instance;
+        if !is_new && status.sequence <= self.sequences[index] {
+            return;
+        }
+        if is_new {
+            self.links.forget(self.views[index].instance);
+            self.cache.forget(index);
+        }
+        self.sequences[index] = status.sequence;
+        self.views[index] = status.view;
+        self.heard[index] = context.now;
+        self.links.set(instance, status.links.iter().copied());
+        if context.shape.worker.cache
+            && let Some(stream) = self.readers[index].beat(instance, context.now)
+        {
+            context.report.num_snapshots += 1;
+            let event = WorkerEvent::WatchCache { router: self.router, stream };
+            context.ask_worker((self.router, index), event);
+        }
+    }
+
+    pub(crate) fn cache_update(&mut self, context: &mut Context, update: &CacheUpdate) {
+        let worker = update.worker;
+        match self.readers[worker].hear(update) {
+            Heard::Snapshot => self.cache.replace(worker, &update.stored),
+            Heard::Changes => self.cache.apply(worker, &update.stored, &update.removed),
+            Heard::Foreign => {}
+            Heard::Gap => {
+                context.report.num_gaps += 1;
+                self.cache.forget(worker);
+            }
+        }
+    }
+
+    pub(crate) fn status_lost(&mut self, worker: usize) {
+        self.views[worker].state = WorkerState::Unreachable;
+    }
+
+    /// Blocks that are known to be in the workers' caches, if every worker's is known.
+    pub(crate) fn num_known_blocks(&self) -> Option<usize> {
+        self.readers.iter().all(CacheReader::is_current).then(|| self.cache.num_blocks())
+    }
+
+    pub(crate) fn instance(&self, worker: usize) -> InstanceId {
+        self.views[worker].instance
+    }
+
+    pub(crate) fn entered(&mut self, worker: usize) {
+        *self.in_flight.entry(worker).or_default() += 1;
+    }
+
+    pub(crate) fn left(&mut self, worker: usize) {
+        if let Some(count) = self.in_flight.get_mut(&worker) {
+            *count = count.saturating_sub(1);
+        }
+    }
+
+    pub(crate) fn place(&mut self, now: Time, need: &Need<'_>) -> Result<Placement, PlaceError> {
+        let heard_of = |view: &WorkerView| WorkerView {
+            state: match now.saturating_sub(self.heard[view.index]) > SILENCE {
+                true => WorkerState::Unreachable,
+                false => view.state,
+            },
+            in_flight: self.in_flight.get(&view.index).copied().unwrap_or(0),
+            ..*view
+        };
+        let views: Vec<WorkerView> = self.views.iter().map(heard_of).collect();
+        self.placer.place(&Fleet { workers: &views, cache: &self.cache, links: &self.links }, need)
+    }
+}

@@ -1,0 +1,143 @@
+//! The way for KV to one peer: connections, and whether payloads may lie in memory that both map.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tonic::transport::Channel;
+
+use crate::Transport;
+use crate::ring::{MAX_SHARED_FRAME_BYTES, Ring};
+
+/// Streams to one peer that may use shared memory at one time; further ones use gRPC. So there are at most four rings for a peer, 16 MiB,
+/// and each is kept for the next stream: to make one takes as long as to move its bytes.
+const MAX_RINGS: usize = 4;
+
+/// A connection for KV, see [`crate::Peer::bulk`].
+#[derive(Clone, Debug)]
+pub struct Bulk {
+    channel: Channel,
+    shared: Option<Arc<Shared>>,
+}
+
+/// What all streams to a peer share.
+pub(crate) struct Shared {
+    permits: Arc<Semaphore>,
+    idle: Mutex<Vec<Ring>>,
+    refused: AtomicBool,
+}
+
+/// One stream's ring. Dropped, it is gone, since the destination may still be reading it.
+pub(crate) struct Lent {
+    pub(crate) ring: Ring,
+    shared: Arc<Shared>,
+    /// Dropped last: then its successor may be made.
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Lent {
+    /// Keeps the ring for another stream: the destination has read all that lies in it.
+    pub(crate) fn give_back(self) {
+        let Self { mut ring, shared, _permit } = self;
+        ring.clear();
+        shared.idle.lock().unwrap_or_else(PoisonError::into_inner).push(ring);
+    }
+}
+
+impl Shared {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self {
+            permits: Arc::new(Semaphore::new(MAX_RINGS)),
+            idle: Mutex::default(),
+            refused: AtomicBool::new(false),
+        })
+    }
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").field("refused", &self.refused).finish_non_exhaustive()
+    }
+}
+
+impl From<Channel> for Bulk {
+    /// Frames carry their payload.
+    fn from(channel: Channel) -> Self {
+        Self { channel, shared: None }
+    }
+}
+
+impl Bulk {
+    pub(crate) const fn new(channel: Channel, shared: Option<Arc<Shared>>) -> Self {
+        Self { channel, shared }
+    }
+
+    /// A connection to a process that sees this one's memory, without asking it; for measuring and tests.
+    pub fn over_shared_memory(channel: Channel) -> Self {
+        Self::new(channel, Some(Shared::new()))
+    }
+
+    /// Over what payloads travel, unless there are more streams than rings: [`Transport::Grpc`] or [`Transport::Shm`].
+    pub fn transport(&self) -> Transport {
+        if self.is_shared() { Transport::Shm } else { Transport::Grpc }
+    }
+
+    pub(crate) fn is_shared(&self) -> bool {
+        self.shared.as_ref().is_some_and(|shared| !shared.refused.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn channel(&self) -> Channel {
+        self.channel.clone()
+    }
+
+    /// A ring for one stream; `None` when its frames are to carry their payload.
+    pub(crate) fn ring(&self, frame_bytes: usize) -> Option<Lent> {
+        let shared = self.shared.as_ref().filter(|_| self.is_shared())?;
+        if frame_bytes > MAX_SHARED_FRAME_BYTES {
+            return None;
+        }
+        let permit = Arc::clone(&shared.permits).try_acquire_owned().ok()?;
+        let idle = shared.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        match idle.map_or_else(Ring::new, Ok) {
+            Ok(ring) => Some(Lent { ring, shared: Arc::clone(shared), _permit: permit }),
+            Err(error) => {
+                self.stop_sharing(&error);
+                None
+            }
+        }
+    }
+
+    /// From now on frames to this peer carry their payload.
+    pub(crate) fn stop_sharing(&self, why: &dyn std::fmt::Display) {
+        if let Some(shared) = &self.shared
+            && !shared.refused.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!(%why, "shared memory can't be used any more: KV goes over gRPC");
+        }
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn rings_are_bounded_kept_when_read_and_gone_when_not() {
+        let channel = tonic::transport::Endpoint::from_static("http://127.0.0.1:1").connect_lazy();
+        let bulk = Bulk::over_shared_memory(channel);
+        assert!(bulk.ring(MAX_SHARED_FRAME_BYTES + 1).is_none(), "a frame that is too large for a ring");
+        let mut lent: Vec<_> = (0..MAX_RINGS).map(|_| bulk.ring(1000).unwrap()).collect();
+        assert!(bulk.ring(1000).is_none(), "a stream beyond the bound sends the bytes");
+        let mut kept = lent.pop().unwrap();
+        let path = kept.ring.path();
+        assert_eq!((kept.ring.take(1000), kept.ring.take(1000)), (Some(0), Some(1000)));
+        kept.give_back();
+        let mut again = bulk.ring(1000).unwrap();
+        assert_eq!((again.ring.path(), again.ring.take(1000)), (path, Some(0)), "the same, and empty");
+        drop(again);
+        assert!(bulk.ring(1000).is_some() && bulk.is_shared());
+
+        bulk.stop_sharing(&"a test");
+        assert!(bulk.ring(1000).is_none() && bulk.transport() == Transport::Grpc);
+    }
+}

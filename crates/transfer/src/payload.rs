@@ -1,0 +1,64 @@
+//! Where the bytes of a frame that came in lie.
+
+use std::ops::Range;
+
+use baton_proto::v1;
+
+use crate::shared::SharedView;
+
+/// The payload of one message.
+pub(crate) enum Payload<'a> {
+    /// In the message.
+    Here(&'a [u8]),
+    /// In shared memory, from `offset` on. The range lies within.
+    Shared { view: &'a SharedView, offset: usize, len: usize },
+}
+
+impl<'a> Payload<'a> {
+    /// Finds it; `view` is the memory that the stream's first message named.
+    ///
+    /// # Errors
+    /// What the source did wrong.
+    pub(crate) fn find(message: &'a v1::KvFrame, view: Option<&'a SharedView>) -> Result<Self, String> {
+        if message.shared_len == 0 {
+            return Ok(Self::Here(&message.payload));
+        }
+        let Some(view) = view else {
+            return Err("it has a shared payload, and the stream has no shared memory".into());
+        };
+        if !message.payload.is_empty() {
+            return Err("it has a payload and a shared payload".into());
+        }
+        let len = message.shared_len as usize;
+        match usize::try_from(message.shared_offset) {
+            Ok(offset) if view.holds(offset, len) => Ok(Self::Shared { view, offset, len }),
+            _ => Err(format!(
+                "{len} bytes at {} of shared memory are out of range: it has {}",
+                message.shared_offset,
+                view.len()
+            )),
+        }
+    }
+
+    pub(crate) const fn len(&self) -> usize {
+        match self {
+            Self::Here(bytes) => bytes.len(),
+            Self::Shared { len, .. } => *len,
+        }
+    }
+
+    /// Bytes `part` of the payload; `None` beyond its end. Shared bytes are copied into `scratch` first: what another process can change
+    /// is looked at once.
+    pub(crate) fn part<'b>(&'b self, part: Range<usize>, scratch: &'b mut Vec<u8>) -> Option<&'b [u8]> {
+        match self {
+            Self::Here(bytes) => bytes.get(part),
+            Self::Shared { view, offset, len } => {
+                if part.end > *len {
+                    return None;
+                }
+                scratch.resize(part.len(), 0);
+                view.read(offset + part.start, scratch).then_some(scratch.as_slice())
+            }
+        }
+    }
+}

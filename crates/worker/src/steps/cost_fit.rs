@@ -1,0 +1,156 @@
+//! What a step takes, learnt from the steps that ran.
+
+use std::array;
+
+use baton_scheduler::{StepCost, StepPlan};
+
+/// What a step still weighs after one more: about the last hundred count.
+const KEEP: f64 = 0.99;
+
+/// Steps before the first answer, and between two.
+const EVERY: u32 = 16;
+
+/// Weight of "no cost at all", beside the steps seen: decides where they do not tell apart what costs.
+const RIDGE: f64 = 1e-6;
+
+/// 1, new tokens, context: see [`StepCost`].
+type Features = [f64; 3];
+
+/// A running least-squares fit of [`StepCost`].
+#[derive(Debug, Default)]
+pub(super) struct CostFit {
+    /// Sums over steps of the products of features, and of features and seconds.
+    products: [Features; 3],
+    seconds: Features,
+    num_steps: u32,
+}
+
+impl CostFit {
+    /// A step was computed to its end. Every [`EVERY`] steps says what was learnt.
+    pub(super) fn observe(&mut self, plan: &StepPlan, seconds: f64) -> Option<StepCost> {
+        let features = features(plan);
+        for (row, one) in features.iter().enumerate() {
+            for (column, other) in features.iter().enumerate() {
+                let sum = &mut self.products[row][column];
+                *sum = KEEP * *sum + one * other;
+            }
+            self.seconds[row] = KEEP * self.seconds[row] + one * seconds;
+        }
+        self.num_steps = self.num_steps.wrapping_add(1);
+        self.num_steps.is_multiple_of(EVERY).then(|| self.fit())
+    }
+
+    /// No part of a cost is below zero: a part that would be is left out, and the others are fitted without it.
+    fn fit(&self) -> StepCost {
+        let mut used = [true; 3];
+        loop {
+            let cost = self.solve(used);
+            let least = (0..3).min_by(|&a, &b| cost[a].total_cmp(&cost[b])).filter(|&at| cost[at] < 0.0);
+            match least {
+                Some(at) => used[at] = false,
+                None => {
+                    let [fixed_s, per_token_s, per_context_token_s] = cost;
+                    return StepCost { fixed_s, per_token_s, per_context_token_s };
+                }
+            }
+        }
+    }
+
+    /// Gaussian elimination on the normal equations; the matrix is symmetric and, with the ridge, positive definite, so no pivot is
+    /// looked for.
+    fn solve(&self, used: [bool; 3]) -> Features {
+        let is_used = |at: usize| used[at] && self.products[at][at] > 0.0;
+        let cell = |row: usize, column: usize| match (is_used(row) && is_used(column), row == column) {
+            (true, false) => self.products[row][column],
+            (true, true) => self.products[row][row] * (1.0 + RIDGE),
+            (false, diagonal) => f64::from(u8::from(diagonal)),
+        };
+        let mut a: [Features; 3] = array::from_fn(|row| array::from_fn(|column| cell(row, column)));
+        let mut b: Features = array::from_fn(|row| if is_used(row) { self.seconds[row] } else { 0.0 });
+        for at in 0..3 {
+            let pivot = a[at];
+            for below in at + 1..3 {
+                let factor = a[below][at] / pivot[at];
+                for (cell, above) in a[below].iter_mut().zip(pivot).skip(at) {
+                    *cell -= factor * above;
+                }
+                b[below] -= factor * b[at];
+            }
+        }
+        let mut cost = [0.0; 3];
+        for at in (0..3).rev() {
+            let known: f64 = (at + 1..3).map(|column| a[at][column] * cost[column]).sum();
+            cost[at] = (b[at] - known) / a[at][at];
+        }
+        cost
+    }
+}
+
+fn features(plan: &StepPlan) -> Features {
+    let context = plan.rows.iter().map(|row| {
+        let (position, tokens) = (row.position as f64, row.tokens.len() as f64);
+        tokens * position + tokens * (tokens + 1.0) / 2.0
+    });
+    [1.0, plan.tokens.len() as f64, context.sum()]
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_scheduler::SequenceId;
+
+    use super::*;
+
+    const TRUTH: StepCost = StepCost { fixed_s: 2e-3, per_token_s: 7e-4, per_context_token_s: 3e-8 };
+
+    fn plan(rows: &[(usize, usize)]) -> StepPlan {
+        let mut plan = StepPlan::default();
+        for (id, &(position, num_tokens)) in rows.iter().enumerate() {
+            plan.push(SequenceId(id as u64), position, &vec![1; num_tokens], &[0], &[]);
+        }
+        plan
+    }
+
+    fn seconds(plan: &StepPlan, cost: &StepCost) -> f64 {
+        let [one, tokens, context] = features(plan);
+        cost.fixed_s * one + cost.per_token_s * tokens + cost.per_context_token_s * context
+    }
+
+    #[test]
+    fn a_fit_finds_what_steps_cost_and_follows_a_change() {
+        let mut fit = CostFit::default();
+        let mut last = None;
+        let mut run = |cost: &StepCost, num: usize| {
+            for n in 0..num {
+                let plan = plan(&[(n * 97 % 5000, 1), (n * 512 % 20_000, 1 + n * 37 % 512)]);
+                // Up to 5 % more or less, as clocks and caches have it.
+                let noise = 0.95 + 0.1 * (n * 7 % 11) as f64 / 10.0;
+                last = fit.observe(&plan, noise * seconds(&plan, cost)).or(last);
+            }
+            last.unwrap()
+        };
+        let near = |found: f64, truth: f64| (found / truth - 1.0).abs() < 0.15;
+        let cost = run(&TRUTH, 200);
+        assert!(near(cost.per_token_s, TRUTH.per_token_s), "{cost:?}");
+        assert!(near(cost.per_context_token_s, TRUTH.per_context_token_s), "{cost:?}");
+        let slow = StepCost { per_token_s: 2.0 * TRUTH.per_token_s, ..TRUTH };
+        let cost = run(&slow, 800);
+        assert!(near(cost.per_token_s, slow.per_token_s), "{cost:?}");
+    }
+
+    #[test]
+    fn steps_that_are_all_alike_are_predicted_and_nothing_is_below_zero() {
+        let mut fit = CostFit::default();
+        let same = plan(&[(100, 1), (300, 1)]);
+        let cost = (0..64).filter_map(|_| fit.observe(&same, 0.01)).last().unwrap();
+        assert!((seconds(&same, &cost) - 0.01).abs() < 1e-4, "{cost:?}");
+        // A short step that took long, a long one that was quick: a straight fit would go below zero.
+        let mut fit = CostFit::default();
+        let (short, long) = (plan(&[(0, 1)]), plan(&[(0, 512)]));
+        let steps = (0..32).map(|n| if n % 2 == 0 { (&short, 0.05) } else { (&long, 0.01) });
+        let cost = steps.filter_map(|(plan, took)| fit.observe(plan, took)).last().unwrap();
+        assert!(
+            cost.fixed_s >= 0.0 && cost.per_token_s >= 0.0 && cost.per_context_token_s >= 0.0,
+            "{cost:?}"
+        );
+    }
+}
