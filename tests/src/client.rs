@@ -256,6 +256,22 @@ impl EventStream {
         }
     }
 
+    /// Collects a streamed completion of several choices.
+    ///
+    /// # Errors
+    /// As [`EventStream::completion`].
+    pub async fn choices(self, num_choices: usize) -> Result<Vec<Completion>, String> {
+        let mode = self.header("x-baton-mode");
+        let mut choices = vec![Completion { mode, ..Completion::default() }; num_choices];
+        for (_, event) in &self.collect().await? {
+            if !event["error"].is_null() {
+                return Err(event.to_string());
+            }
+            Completion::add_choices(&mut choices, event);
+        }
+        Ok(choices)
+    }
+
     /// Collects a streamed completion.
     ///
     /// # Errors
@@ -282,18 +298,43 @@ impl Completion {
         whole
     }
 
+    /// Every choice of a whole answer with `n` above 1, by index; usage and mode stand on each.
+    pub fn choices(answer: &Answer) -> Vec<Self> {
+        let value = answer.json();
+        let num = value["choices"].as_array().map_or(0, Vec::len);
+        let mut choices = vec![Self { mode: answer.header("x-baton-mode"), ..Self::default() }; num];
+        Self::add_choices(&mut choices, &value);
+        choices
+    }
+
+    /// Adds one event of a stream to the choices it names.
+    pub fn add_choices(choices: &mut [Self], value: &Value) {
+        for choice in value["choices"].as_array().into_iter().flatten() {
+            let index = choice["index"].as_u64().and_then(|index| usize::try_from(index).ok());
+            if let Some(whole) = index.and_then(|index| choices.get_mut(index)) {
+                whole.add_choice(choice);
+            }
+        }
+        if value["usage"].is_object() {
+            choices.iter_mut().for_each(|whole| whole.usage = value["usage"].clone());
+        }
+    }
+
     /// Adds one event of a stream.
     pub fn add(&mut self, value: &Value) {
-        let choice = &value["choices"][0];
+        self.add_choice(&value["choices"][0]);
+        if value["usage"].is_object() {
+            self.usage = value["usage"].clone();
+        }
+    }
+
+    fn add_choice(&mut self, choice: &Value) {
         let text = [&choice["text"], &choice["delta"]["content"], &choice["message"]["content"]];
         self.text.extend(text.into_iter().filter_map(Value::as_str));
         let ids = choice["token_ids"].as_array().into_iter().flatten();
         self.token_ids.extend(ids.filter_map(Value::as_u64).filter_map(|id| u32::try_from(id).ok()));
         if let Some(reason) = choice["finish_reason"].as_str() {
             self.finish_reason = reason.to_owned();
-        }
-        if value["usage"].is_object() {
-            self.usage = value["usage"].clone();
         }
     }
 }

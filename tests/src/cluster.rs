@@ -2,11 +2,13 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use crate::client::{self, Answer, Completion, EventStream};
+use crate::netns::{Cable, Side};
 use crate::proxy::Proxy;
 use crate::worker::{Role, Worker, read_address, scrape};
 use crate::{LogDir, Metrics, Process, eventually};
@@ -39,8 +41,14 @@ pub struct ClusterConfig {
     pub kv_dtype: Option<String>,
     /// `--prefix-cache` of each worker; off, so that a repeated prompt is computed and moved again.
     pub prefix_cache: bool,
+    /// `--kv-transport` of each worker; over a proxy or a cable it is `grpc` unless set, since through memory that both map nothing would pass.
+    pub kv_transport: Option<String>,
+    /// `--max-local-tokens` of the router; 0, so that short prompts are handed off too.
+    pub max_local_tokens: usize,
     /// Put a [`Proxy`] before each decode worker.
     pub proxied: bool,
+    /// Run decode workers at the far side of this cable, and everything else where the caller's thread is: the near side.
+    pub cable: Option<Arc<Cable>>,
     /// More arguments of both kinds of worker.
     pub worker_args: Vec<String>,
     /// More arguments of prefill workers.
@@ -65,7 +73,10 @@ impl Default for ClusterConfig {
             precision: None,
             kv_dtype: None,
             prefix_cache: false,
+            kv_transport: None,
+            max_local_tokens: 0,
             proxied: false,
+            cable: None,
             worker_args: Vec::new(),
             prefill_args: Vec::new(),
             decode_args: Vec::new(),
@@ -92,6 +103,10 @@ impl ClusterConfig {
         Self { colocated: true, num_prefill: 0, ..self }
     }
 
+    const fn over_wire(&self) -> bool {
+        self.proxied || self.cable.is_some()
+    }
+
     fn worker_args(&self) -> Vec<String> {
         let mut args = strings(&["--model", &self.model, "--threads", &self.threads.to_string()]);
         args.extend(strings(&["--prefix-cache", if self.prefix_cache { "on" } else { "off" }]));
@@ -101,6 +116,10 @@ impl ClusterConfig {
             ("--block-size", self.block_size.map(|n| n.to_string())),
             ("--precision", self.precision.clone()),
             ("--kv-dtype", self.kv_dtype.clone()),
+            (
+                "--kv-transport",
+                self.kv_transport.clone().or_else(|| self.over_wire().then(|| "grpc".to_owned())),
+            ),
         ];
         for (name, value) in options {
             args.extend(value.into_iter().flat_map(|value| [name.to_owned(), value]));
@@ -168,7 +187,7 @@ impl Cluster {
             if config.proxied {
                 args.extend(strings(&["--bulk-port", &bulk_port.to_string()]));
             }
-            decode.push(Worker::start(Role::Decode, &format!("decode-{nth}"), dir, args).await);
+            decode.push(start_decode(config, nth, dir, args).await);
             if config.proxied {
                 proxies.push(Proxy::start(decode[nth].address, bulk_port).await);
             }
@@ -334,6 +353,14 @@ impl Cluster {
     }
 }
 
+async fn start_decode(config: &ClusterConfig, nth: usize, dir: &Path, mut args: Vec<String>) -> Worker {
+    let name = format!("decode-{nth}");
+    let Some(cable) = &config.cable else { return Worker::start(Role::Decode, &name, dir, args).await };
+    args.push("--insecure".into());
+    let at = SocketAddr::new(cable.address(Side::Far), 0);
+    Worker::start_with(cable.prefix(Side::Far), Role::Decode, &name, dir, args, at).await
+}
+
 async fn sum(workers: &[Worker], name: &str, labels: &[(&str, &str)]) -> f64 {
     let mut total = 0.0;
     for worker in workers {
@@ -378,6 +405,7 @@ async fn start_router(
     if config.colocated {
         args.push("--colocated".into());
     }
+    args.extend(["--max-local-tokens".into(), config.max_local_tokens.to_string()]);
     args.extend(config.router_args.iter().cloned());
     let mut router = Process::start("router", dir, &args, &[]);
     let http = read_address(&mut router, &http_file).await;

@@ -10,6 +10,7 @@ pub mod cluster;
 pub mod golden;
 pub mod metadata;
 pub mod metrics;
+pub mod netns;
 pub mod process;
 pub mod proxy;
 pub mod seed;

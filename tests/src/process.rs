@@ -82,10 +82,32 @@ impl Process {
     /// # Panics
     /// When it can't be started.
     pub fn start(name: &str, dir: &Path, args: &[String], env: &[(&str, &str)]) -> Self {
+        Self::start_with(&[], name, dir, args, env)
+    }
+
+    /// As [`Process::start`], with a command line before the binary that ends in running it in its own place.
+    ///
+    /// # Panics
+    /// As [`Process::start`].
+    pub fn start_with(
+        prefix: &[String],
+        name: &str,
+        dir: &Path,
+        args: &[String],
+        env: &[(&str, &str)],
+    ) -> Self {
         let log = dir.join(format!("{name}.log"));
         let out = File::options().create(true).append(true).open(&log).expect("the log folder is writable");
         let err = out.try_clone().expect("a file handle");
-        let mut command = Command::new(crate::binary::baton());
+        let binary = crate::binary::baton();
+        let mut command = match prefix.split_first() {
+            None => Command::new(binary),
+            Some((program, rest)) => {
+                let mut command = Command::new(program);
+                command.args(rest).arg(binary);
+                command
+            }
+        };
         command.args(args).stdin(Stdio::null()).stdout(out).stderr(err);
         // The caller's own settings must not reach the process under test.
         for (key, _) in std::env::vars_os().filter(|(key, _)| key.to_string_lossy().starts_with("BATON_")) {

@@ -6,20 +6,24 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::Instant;
 
 /// Where proxies listen; workers are on 127.0.0.1.
 const HOST: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2));
 
 /// A read of fewer bytes may be all HTTP/2 frame heads and pings.
 const PIECE: usize = 4 * 1024;
+
+/// Pieces on their way while a delay is set; a longer line would be a slower link, not a longer one.
+const LINE: usize = 4096;
 
 /// What the link does to KV that passes.
 #[derive(Default)]
@@ -28,6 +32,7 @@ struct Faults {
     num_to_cut: AtomicUsize,
     num_bulk_bytes: AtomicUsize,
     stalled: AtomicBool,
+    delay_us: AtomicU64,
 }
 
 /// A proxy; dropping it closes every connection through it.
@@ -57,8 +62,12 @@ impl Proxy {
         let bulk = Bulk { faults: Arc::clone(&faults), woken };
         let to_bulk = SocketAddr::new(worker.ip(), bulk_port);
         let listeners = [
-            tokio::spawn(serve(listen(address).await, worker, None)),
-            tokio::spawn(serve(listen(SocketAddr::new(HOST, bulk_port)).await, to_bulk, Some(bulk))),
+            tokio::spawn(serve(listen(address).await, worker, Way { bulk: bulk.clone(), is_bulk: false })),
+            tokio::spawn(serve(
+                listen(SocketAddr::new(HOST, bulk_port)).await,
+                to_bulk,
+                Way { bulk, is_bulk: true },
+            )),
         ];
         Self { address, faults, wake, listeners }
     }
@@ -77,6 +86,11 @@ impl Proxy {
     pub fn stall(&self, stalled: bool) {
         self.faults.stalled.store(stalled, Ordering::SeqCst);
         self.wake.send_replace(());
+    }
+
+    /// Makes every byte, of KV and of control, take this much longer, each way; their order and rate stay.
+    pub fn set_delay(&self, delay: Duration) {
+        self.faults.delay_us.store(u64::try_from(delay.as_micros()).unwrap_or(u64::MAX), Ordering::SeqCst);
     }
 
     /// Bytes of KV that passed.
@@ -100,14 +114,22 @@ async fn listen(at: SocketAddr) -> TcpListener {
     TcpListener::bind(at).await.unwrap_or_else(|error| panic!("can't listen on {at}: {error}"))
 }
 
-async fn serve(listener: TcpListener, target: SocketAddr, bulk: Option<Bulk>) {
+/// What a connection's bytes pass.
+#[derive(Clone)]
+struct Way {
+    bulk: Bulk,
+    /// Faults strike these connections only.
+    is_bulk: bool,
+}
+
+async fn serve(listener: TcpListener, target: SocketAddr, way: Way) {
     // Dropped with this task, and every connection with it.
     let mut connections = JoinSet::new();
     loop {
         tokio::select! {
             accepted = listener.accept() => {
                 if let Ok((client, _)) = accepted {
-                    connections.spawn(carry(client, target, bulk.clone()));
+                    connections.spawn(carry(client, target, way.clone()));
                 }
             }
             Some(_) = connections.join_next() => {}
@@ -115,30 +137,54 @@ async fn serve(listener: TcpListener, target: SocketAddr, bulk: Option<Bulk>) {
     }
 }
 
-async fn carry(client: TcpStream, target: SocketAddr, bulk: Option<Bulk>) {
+async fn carry(client: TcpStream, target: SocketAddr, way: Way) {
     let Ok(server) = TcpStream::connect(target).await else { return };
     for stream in [&client, &server] {
         let _ = stream.set_nodelay(true);
     }
     let (client_read, client_write) = client.into_split();
     let (server_read, server_write) = server.into_split();
+    let back = Way { is_bulk: false, ..way.clone() };
     tokio::select! {
-        () = forward(client_read, server_write, bulk) => {}
-        () = forward(server_read, client_write, None) => {}
+        () = forward(client_read, server_write, way) => {}
+        () = forward(server_read, client_write, back) => {}
     }
 }
 
 /// Copies until one side ends or a fault cuts it.
-async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut bulk: Option<Bulk>) {
+async fn forward(from: OwnedReadHalf, to: OwnedWriteHalf, way: Way) {
+    let (line, pieces) = mpsc::channel(LINE);
+    let mut out = std::pin::pin!(give_out(pieces, to));
+    tokio::select! {
+        is_cut = take_in(from, line, way) => {
+            if !is_cut {
+                // What is on its way still arrives.
+                out.await;
+            }
+        }
+        () = &mut out => {}
+    }
+}
+
+/// Returns whether a fault cut the connection.
+async fn take_in(mut from: OwnedReadHalf, line: mpsc::Sender<(Instant, Vec<u8>)>, mut way: Way) -> bool {
     let mut buffer = vec![0; 64 * 1024];
     loop {
-        let Ok(length @ 1..) = from.read(&mut buffer).await else { return };
-        if let Some(bulk) = bulk.as_mut().filter(|_| length >= PIECE)
-            && !bulk.pass(&mut buffer[..length]).await
-        {
-            return;
+        let Ok(length @ 1..) = from.read(&mut buffer).await else { return false };
+        if way.is_bulk && length >= PIECE && !way.bulk.pass(&mut buffer[..length]).await {
+            return true;
         }
-        if to.write_all(&buffer[..length]).await.is_err() {
+        let delay = Duration::from_micros(way.bulk.faults.delay_us.load(Ordering::SeqCst));
+        if line.send((Instant::now() + delay, buffer[..length].to_vec())).await.is_err() {
+            return false;
+        }
+    }
+}
+
+async fn give_out(mut pieces: mpsc::Receiver<(Instant, Vec<u8>)>, mut to: OwnedWriteHalf) {
+    while let Some((due, piece)) = pieces.recv().await {
+        tokio::time::sleep_until(due).await;
+        if to.write_all(&piece).await.is_err() {
             return;
         }
     }

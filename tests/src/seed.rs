@@ -18,6 +18,11 @@ impl Random {
         Self { state: seed }
     }
 
+    /// From a seed that another one drew.
+    pub const fn new(seed: u64) -> Self {
+        Self { state: seed }
+    }
+
     /// The next 64 bits.
     pub fn next_u64(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);

@@ -34,6 +34,7 @@ pub struct Worker {
     pub address: SocketAddr,
     args: Vec<String>,
     role: Role,
+    prefix: Vec<String>,
 }
 
 impl Worker {
@@ -50,13 +51,28 @@ impl Worker {
     /// # Panics
     /// As [`Worker::start`].
     pub async fn start_at(role: Role, name: &str, dir: &Path, args: Vec<String>, at: SocketAddr) -> Self {
+        Self::start_with(Vec::new(), role, name, dir, args, at).await
+    }
+
+    /// As [`Worker::start_at`], with a command line before the binary, as [`Process::start_with`] takes it.
+    ///
+    /// # Panics
+    /// As [`Worker::start`].
+    pub async fn start_with(
+        prefix: Vec<String>,
+        role: Role,
+        name: &str,
+        dir: &Path,
+        args: Vec<String>,
+        at: SocketAddr,
+    ) -> Self {
         let file = dir.join(format!("{name}.address"));
         let mut all = strings(&[role.command(), "--listen", &at.to_string(), "--address-file"]);
         all.push(file.display().to_string());
         all.extend(args.iter().cloned());
-        let mut process = Process::start(name, dir, &all, &[]);
+        let mut process = Process::start_with(&prefix, name, dir, &all, &[]);
         let address = read_address(&mut process, &file).await;
-        Self { process, address, args, role }
+        Self { process, address, args, role, prefix }
     }
 
     /// Starts it again on the port it had, after it was killed.
@@ -65,7 +81,7 @@ impl Worker {
         let mut all = strings(&[self.role.command(), "--listen", &self.address.to_string()]);
         all.extend(self.args.iter().cloned());
         let name = self.process.name.clone();
-        self.process = Process::start(&name, dir, &all, &[]);
+        self.process = Process::start_with(&self.prefix, &name, dir, &all, &[]);
     }
 
     /// What its `/metrics` says.

@@ -41,7 +41,8 @@ async fn what_would_change_the_result_and_is_not_done_is_refused_with_its_field(
     let chat = json!({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4});
     for (field, value) in [
         ("n", json!(0)),
-        ("n", json!(2)),
+        ("n", json!(9)),
+        ("priority", json!(101)),
         ("best_of", json!(3)),
         ("logit_bias", json!({"5": 1.0})),
         ("presence_penalty", json!(0.5)),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use baton_engine::{Arena, CpuEngine, CpuEngineConfig};
 use baton_kv::{BlockMemory, BlockPool, BlockSlice, BlockTable, KvDtype};
 use baton_model::Model;
-use baton_scheduler::{Engine, Flow, Logits, SequenceId, StepOutput, StepPlan};
+use baton_scheduler::{Engine, Flow, SequenceId, StepOutput, StepPlan};
 use baton_tests::seed::Random;
 
 const NUM_BLOCKS: usize = 16;
@@ -37,7 +37,7 @@ impl Side {
     fn step(&mut self, position: usize, tokens: &[u32]) -> Vec<u32> {
         let mut plan = StepPlan::default();
         let blocks = (position + tokens.len()).div_ceil(16);
-        plan.push(SequenceId(1), position, tokens, &self.table.ids()[..blocks], Logits::All);
+        plan.push_all_logits(SequenceId(1), position, tokens, &self.table.ids()[..blocks]);
         let mut output = StepOutput::default();
         self.engine.step(&plan, &mut output, &mut |_| Flow::Continue).expect("a step");
         let vocab = self.engine.vocab_size();
