@@ -75,7 +75,10 @@ impl Scheduler {
             self.run(id, &mut table, &members);
         }
         for Member { sibling: Sibling { id, .. }, draw, finish } in members {
-            if let Some(Draw { token, logprob, .. }) = draw.filter(|_| origin != Origin::Remote) {
+            // The prefill worker told its first tokens itself. Where the end is nearer here than there, since the context is smaller,
+            // the token is told once more, for its end.
+            let told = |draw: &Draw| origin == Origin::Remote && (draw.finished || finish.is_none());
+            if let Some(Draw { token, logprob, .. }) = draw.filter(|draw| !told(draw)) {
                 self.events.push(Event::Token { id, token, logprob, index, finish });
             }
         }

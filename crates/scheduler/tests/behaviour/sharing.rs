@@ -2,7 +2,9 @@
 
 use std::collections::HashSet;
 
-use baton_scheduler::{BlockCopy, FirstToken, NewSequence, Origin, SequenceId};
+use baton_scheduler::{
+    BlockCopy, Event, Finish, FirstToken, NewSequence, Origin, SchedulerConfig, SequenceId,
+};
 
 use crate::support::{Device, Harness, STOP, Slots, config, group};
 
@@ -93,6 +95,23 @@ fn a_first_token_may_end_its_sequence_and_the_others_go_on() {
     assert!(harness.scheduler.commit(SequenceId(11), &[FirstToken { token: STOP, finished: true }; 2]));
     harness.events();
     assert_eq!((harness.told_of("Started"), harness.scheduler.is_empty()), (vec![1], true));
+}
+
+/// The prefill worker's context may be larger: the end is told here, or whoever reads the sequence would wait for ever.
+#[test]
+fn a_first_token_that_fills_the_context_here_is_told_with_its_end() {
+    let mut harness = Harness::new(SchedulerConfig { context: 11, ..config() }, 40);
+    harness.submit(group(1, 2, Origin::Remote, (10..20).collect(), 9)).unwrap();
+    receive(&mut harness);
+    assert!(harness.scheduler.commit(SequenceId(1), &[FirstToken { token: 20, finished: false }; 2]));
+    let mut events = Vec::new();
+    harness.scheduler.drain_events(&mut events);
+    let ends = |event: &Event| match event {
+        Event::Token { id, token: 20, index: 0, finish: Some(Finish::Length), .. } => Some(id.0),
+        _ => None,
+    };
+    assert_eq!(events.iter().filter_map(ends).collect::<Vec<_>>(), [1, 2], "{events:?}");
+    assert!(harness.scheduler.is_empty());
 }
 
 #[test]

@@ -339,12 +339,14 @@ impl<D: Device> Harness<D> {
             true => vec![id],
             false => std::iter::once(id).chain(stream.new.siblings.iter().copied()).collect(),
         };
+        let max_len = (stream.new.prompt.len() + stream.new.max_new_tokens as usize).min(self.context);
+        let is_last = prompt.len() + 1 >= max_len;
         let first_number = if alone { stream.number } else { stream.new.sequence };
         let mut first = Vec::new();
         for number in (first_number..).take(ids.len()) {
             let sampling = RowSampling { params: PARAMS, sequence: number, position: prompt.len() as u32 };
             let token = self.device.next_token(&prompt, &sampling);
-            first.push(FirstToken { token, finished: stream.new.stop_tokens.contains(&token) });
+            first.push(FirstToken { token, finished: is_last || stream.new.stop_tokens.contains(&token) });
         }
         if !self.scheduler.commit(id, &first) {
             self.events();
