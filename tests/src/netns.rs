@@ -86,16 +86,18 @@ impl Cable {
         self.set_rate_kilobits(megabits.saturating_mul(1000));
     }
 
-    /// Bounds what leaves each side to a rate in kilobits a second (token bucket, 64 KiB bursts).
+    /// Bounds what leaves each side to a rate in kilobits a second (token bucket; bursts of 6 ms, so that a slow cable is slow for small pieces too).
     ///
     /// # Panics
     /// When the system refuses.
     pub fn set_rate_kilobits(&self, kilobits: u32) {
         for side in [Side::Near, Side::Far] {
             let rate = format!("{kilobits}kbit");
+            // No less than two packets, or the bucket never holds one.
+            let burst = format!("{}b", (u64::from(kilobits) * 6 / 8).clamp(4_096, 1 << 20));
             let namespace = self.namespace(side);
             let args = ["-n", &namespace, "qdisc", "replace", "dev", "cable", "root", "tbf"];
-            let shape = ["rate", &rate, "burst", "64kb", "latency", "200ms"];
+            let shape = ["rate", &rate, "burst", &burst, "latency", "200ms"];
             run("tc", &[&args[..], &shape[..]].concat()).expect("the cable is ours");
         }
     }
