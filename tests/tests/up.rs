@@ -32,6 +32,10 @@ impl Up {
         let (http, process) = (self.http, &mut self.process);
         eventually("baton up is ready", Duration::from_secs(120), async || {
             assert!(process.try_status().is_none(), "it ended:\n{}", process.output());
+            // Its warm-up chat too has ended by then.
+            if !process.output().contains("ready in") {
+                return Err(process.output());
+            }
             let health = client::request(http, "GET", "/health", None).await?;
             if health.status == 200 { Ok(()) } else { Err(health.text()) }
         })
@@ -170,12 +174,7 @@ async fn a_worker_that_dies_is_started_again() {
     let mut up = start(&["--model", "builtin:tiny"]);
     up.wait_ready().await;
     let before = up.process.descendants();
-    for pid in before.clone() {
-        let name = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        if name.contains("prefill-worker") || name.contains("decode-worker") {
-            baton_tests::process::kill(pid);
-        }
-    }
+    kill_workers(&before);
     eventually("two new workers", Duration::from_secs(30), async || {
         let now = up.process.descendants();
         let new = now.iter().filter(|pid| !before.contains(pid)).count();
@@ -194,6 +193,31 @@ async fn a_worker_that_dies_is_started_again() {
         }
     })
     .await;
+}
+
+/// The router, whose command line names them, lives on.
+fn kill_workers(pids: &[u32]) {
+    for &pid in pids {
+        let command = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        if command.split('\0').any(|word| word == "prefill-worker" || word == "decode-worker") {
+            baton_tests::process::kill(pid);
+        }
+    }
+}
+
+#[tokio::test]
+async fn workers_that_die_while_it_starts_are_no_end_of_it() {
+    let _turn = Turn::take();
+    let mut up = start(&["--model", "builtin:tiny"]);
+    // As early as there are any: before its warm-up chat, or in the middle of it.
+    let below = eventually("all its processes", STOP, async || {
+        let below = up.process.descendants();
+        if below.len() == 3 { Ok(below) } else { Err(format!("{below:?}")) }
+    })
+    .await;
+    kill_workers(&below);
+    up.wait_ready().await;
+    up.chat().await;
 }
 
 /// Runs to the end; returns the exit code and the last line that is no log of a child.
