@@ -13,7 +13,8 @@ import time
 
 PORT = int(sys.argv[1]) if len(sys.argv) > 1 else 8080
 ROUNDS = 15
-numbers = random.Random(1)
+# Prompts that no run before has left in a prefix cache.
+numbers = random.Random(time.time_ns())
 
 
 def prompt(num_tokens):
@@ -51,3 +52,4 @@ for _ in range(ROUNDS):
     time.sleep(0.2)
 for name, times in (("idle", idle), ("after the cancel", after)):
     print(f"{name}: median {statistics.median(times):.1f} ms, {min(times):.1f} to {max(times):.1f}")
+print(f"ratio of the medians: {statistics.median(after) / statistics.median(idle):.2f}")

@@ -13,8 +13,11 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 use crate::bench::BenchOptions;
 use crate::chat::ChatOptions;
 use crate::config::{self, ConfigFile};
+use crate::doctor::{self, DoctorOptions};
 use crate::exit::{self, Failure};
 use crate::sim::SimOptions;
+use crate::trace_export::TraceOptions;
+use crate::tracing::Traced;
 use crate::up::{self, PassedOn, UpOptions};
 use crate::version;
 
@@ -34,7 +37,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct GlobalOptions {
     /// TOML file with options: keys are the long names without dashes, for all commands or in [up], [router],
-    /// [prefill-worker], [decode-worker]
+    /// [prefill-worker], [decode-worker], [doctor]
     #[arg(long, env = "BATON_CONFIG", value_name = "FILE", global = true, help_heading = "Everywhere")]
     pub(crate) config: Option<PathBuf>,
 
@@ -93,15 +96,19 @@ pub(crate) enum Commands {
     /// Start a whole cluster on this machine: router, prefill and decode workers
     Up(UpOptions),
     /// Run a router for workers that run already
-    Router(RouterConfig),
+    Router(Traced<RouterConfig>),
     /// Run a prefill worker: computes prompts and streams their KV
-    PrefillWorker(PrefillWorkerConfig),
+    PrefillWorker(Traced<PrefillWorkerConfig>),
     /// Run a decode worker: receives KV and generates
-    DecodeWorker(DecodeWorkerConfig),
+    DecodeWorker(Traced<DecodeWorkerConfig>),
     /// Ask a running cluster one question
     Chat(ChatOptions),
     /// Load a running cluster and report latencies
     Bench(BenchOptions),
+    /// Tell what a worker would load, choose and take, and why it could not run
+    Doctor(DoctorOptions),
+    /// Work with the traces that processes wrote to files
+    Trace(TraceOptions),
     /// Run whole clusters in virtual time, with faults, and check that nothing breaks
     Sim(SimOptions),
 }
@@ -120,7 +127,7 @@ pub(crate) struct Parsed {
 /// # Errors
 /// [`Failure::Usage`] for what is wrong with the file.
 pub(crate) fn definition(file: Option<&ConfigFile>) -> Result<clap::Command, Failure> {
-    let command = Cli::command().mut_subcommand("up", up::adjust);
+    let command = Cli::command().mut_subcommand("up", up::adjust).mut_subcommand("doctor", doctor::adjust);
     config::apply(command, file)
 }
 
@@ -148,8 +155,9 @@ pub(crate) fn parse(arguments: &[OsString]) -> Result<Parsed, NotParsed> {
     let command = definition(file.as_ref())?;
     let matches = command.clone().try_get_matches_from(arguments).map_err(NotParsed::Clap)?;
     let mut cli = Cli::from_arg_matches(&matches).map_err(NotParsed::Clap)?;
-    if matches!(cli.command, Commands::Up(_)) && !sets_log_level(&matches, file.as_ref()) {
-        // Three processes on one terminal: what they do well would bury what the user should see.
+    if matches!(cli.command, Commands::Up(_) | Commands::Bench(_)) && !sets_log_level(&matches, file.as_ref())
+    {
+        // Three processes on one terminal, which `bench --compare` starts too: what they do well would bury what the user should see.
         LEVEL_UNDER_UP.clone_into(&mut cli.global.log_level);
     }
     let passed = passed_on(&command, &matches, file.as_ref())?;
@@ -196,7 +204,7 @@ mod tests {
                     || help.contains("[default")
                     || help.contains("repeat");
                 // These choose a mode by being there.
-                let mode = ["config", "rate", "arrival_rate", "streams"].contains(&arg.get_id().as_str());
+                let mode = ["config", "rate"].contains(&arg.get_id().as_str());
                 assert!(!takes || mode || says, "{name}: no default: {help}");
             }
         }

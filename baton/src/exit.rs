@@ -92,7 +92,7 @@ Exit codes:
     5  a tool for the download is missing, or the download failed
     6  not enough memory
     7  a worker or the router failed to start, or kept dying
-  130  stopped at once by a second Ctrl-C";
+  130  stopped at once by a second Ctrl-C; a comparison: by the first";
 
 #[cfg(test)]
 mod tests {

@@ -8,9 +8,12 @@ mod chat;
 mod cli;
 mod client;
 mod config;
+mod doctor;
 mod exit;
 mod roles;
 mod sim;
+mod trace_export;
+mod tracing;
 mod up;
 mod version;
 
@@ -42,7 +45,9 @@ fn run(parsed: Parsed) -> Result<(), Failure> {
             wait_for(up::run(up::Up { options, passed, common }))
         }
         Commands::Chat(options) => wait_for(chat::run(options)),
-        Commands::Bench(options) => wait_for(bench::run(options)),
+        Commands::Bench(options) => wait_for(bench::run(options, cli.global.arguments())),
+        Commands::Doctor(options) => doctor::run(&options),
+        Commands::Trace(options) => trace_export::run(options),
         Commands::Sim(options) => sim::run(&options),
         role @ (Commands::Router(_) | Commands::PrefillWorker(_) | Commands::DecodeWorker(_)) => {
             roles::run(role, &cli.global)

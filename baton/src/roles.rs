@@ -4,12 +4,14 @@ use std::time::Duration;
 
 use baton_router::RouterError;
 use baton_telemetry::log::{self, LogConfig};
+use baton_telemetry::trace::TracingGuard;
 use baton_worker::WorkerError;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::cli::{Commands, GlobalOptions};
 use crate::exit::Failure;
+use crate::tracing::{self, Traced};
 
 /// What a runtime's leftovers get when a command is done.
 const SHUTDOWN: Duration = Duration::from_secs(1);
@@ -32,21 +34,34 @@ pub(crate) fn run(command: Commands, global: &GlobalOptions) -> Result<(), Failu
         // A worker brings its own threads; this one only waits for signals.
         _ => one_thread()?,
     };
-    let outcome = runtime.block_on(async {
-        let shutdown = shutdown()?;
-        match command {
-            Commands::Router(config) => baton_router::run(config, shutdown).await.map_err(Failure::from),
-            Commands::PrefillWorker(config) => {
-                baton_prefill_worker::run(config, shutdown).await.map_err(Failure::from)
-            }
-            Commands::DecodeWorker(config) => {
-                baton_decode_worker::run(config, shutdown).await.map_err(Failure::from)
-            }
-            _ => Ok(()),
-        }
-    });
+    let (outcome, guard) = runtime.block_on(serve(command))?;
+    // What is left of requests hands its spans on when it is dropped.
     runtime.shutdown_timeout(SHUTDOWN);
+    tracing::finish(guard)?;
     outcome
+}
+
+/// Runs a role to its end. The guard is to be given time for the last spans.
+async fn serve(command: Commands) -> Result<(Result<(), Failure>, Option<TracingGuard>), Failure> {
+    let shutdown = shutdown()?;
+    Ok(match command {
+        Commands::Router(Traced { mut config, tracing }) => {
+            let (tracing, guard) = tracing.start("baton-router")?;
+            config.tracing = tracing;
+            (baton_router::run(config, shutdown).await.map_err(Failure::from), guard)
+        }
+        Commands::PrefillWorker(Traced { mut config, tracing }) => {
+            let (tracing, guard) = tracing.start("baton-prefill-worker")?;
+            config.worker.tracing = tracing;
+            (baton_prefill_worker::run(config, shutdown).await.map_err(Failure::from), guard)
+        }
+        Commands::DecodeWorker(Traced { mut config, tracing }) => {
+            let (tracing, guard) = tracing.start("baton-decode-worker")?;
+            config.worker.tracing = tracing;
+            (baton_decode_worker::run(config, shutdown).await.map_err(Failure::from), guard)
+        }
+        _ => (Ok(()), None),
+    })
 }
 
 fn init_logs(role: &str, global: &GlobalOptions) -> Result<(), Failure> {
@@ -133,6 +148,7 @@ impl From<WorkerError> for Failure {
             WorkerError::Config { .. } => Self::Usage(line),
             WorkerError::Bind { .. } => Self::Bind(line),
             WorkerError::Model(model) => Self::from(model),
+            WorkerError::Unsupported(_) => Self::Model(line),
             WorkerError::Memory(_) => Self::Memory(line),
             WorkerError::Engine(_) | WorkerError::System { .. } => Self::Unexpected(line),
         }

@@ -117,14 +117,25 @@ fn failures_end_with_their_documented_codes() {
 #[test]
 fn help_and_version_say_what_they_must() {
     let version = stdout(&baton(&["--version"]).output().unwrap());
-    assert!(version.contains("git ") && version.contains("protocol 2"), "{version}");
+    assert!(version.contains("git ") && version.contains("protocol 3"), "{version}");
     let help = stdout(&baton(&["--help"]).output().unwrap());
-    for word in
-        ["up", "router", "prefill-worker", "decode-worker", "chat", "bench", "sim", "Exit codes", "130"]
-    {
+    for word in [
+        "up",
+        "router",
+        "prefill-worker",
+        "decode-worker",
+        "chat",
+        "bench",
+        "doctor",
+        "sim",
+        "Exit codes",
+        "130",
+    ] {
         assert!(help.contains(word), "{word}: {help}");
     }
     let up = stdout(&baton(&["up", "--help"]).output().unwrap());
+    // Long texts go on in the next line, wherever that falls.
+    let up = up.split_whitespace().collect::<Vec<_>>().join(" ");
     for words in [
         "--http-port <PORT>",
         "[default: 8080]",
@@ -260,4 +271,26 @@ fn sim_runs_clusters_without_a_violation() {
     let output = baton(&["sim", "--runs", "20", "--seed", "7", "--faults", "all"]).output().unwrap();
     assert_eq!(code(&output), 0, "{}{}", stdout(&output), stderr(&output));
     assert!(stdout(&output).contains("20"), "{}", stdout(&output));
+}
+
+#[test]
+fn doctor_tells_what_would_run_and_ends_as_a_worker_would() {
+    let doctor = |arguments: &[&str]| {
+        let output = baton(&[&["doctor", "--json", "--threads", "1"], arguments].concat()).output().unwrap();
+        let report: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+        (code(&output), report, stderr(&output))
+    };
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/models/qwen2");
+    let (code, report, said) = doctor(&["--model", folder, "--quantize", "int8", "--kv-dtype", "fp8"]);
+    assert_eq!((code, &report["ok"]), (0, &true.into()), "{said}{report}");
+    assert_eq!((&report["model"]["family"], &report["engine"]["weights"]), (&"qwen2".into(), &"q8_0".into()));
+    assert!(report["engine"]["numerics"].as_str().unwrap().contains("kv-fp8"), "{report}");
+    assert_eq!(report["context"]["fits"], report["context"]["of_model"]);
+    let (code, report, said) = doctor(&["--model", "builtin:tiny", "--kv-memory", "1M"]);
+    assert_eq!((code, &report["problems"][0]["exit_code"]), (6, &6.into()));
+    assert_eq!((&report["context"]["fits"], said.lines().count()), (&2048.into(), 1), "{report}");
+    assert!(said.contains("2048") && said.contains("--kv-memory"), "{said}");
+    let (code, report, said) = doctor(&["--model", "/nowhere/model.gguf"]);
+    assert_eq!((code, &report["ok"]), (4, &false.into()));
+    assert!(said.contains("/nowhere/model.gguf"), "{said}");
 }

@@ -70,8 +70,9 @@ async fn attach(
     let offer = tokio::time::timeout(OFFER_TIMEOUT, read_offer(&mut incoming))
         .await
         .map_err(|_| Status::deadline_exceeded("no offer within 10 s"))??;
+    let offered_at = core.clock.now();
     let placed = match core.lifecycle.is_ready() {
-        true => directory.offer(offer, core.clock.now()),
+        true => directory.offer(offer, offered_at),
         false => Placed::Gone(Cause::Draining),
     };
     let found = match placed {
@@ -82,7 +83,7 @@ async fn attach(
     let gone = |cause| Ok(wire::encode_destination(&DestinationMessage::Gone(cause)));
     match found {
         Ok(slot) => {
-            let stream = Box::new(ControlStream { offer, incoming, outgoing });
+            let stream = Box::new(ControlStream { offer, offered_at, incoming, outgoing });
             if let Err(unsent) = slot.send(stream).await {
                 // The leg ended in this moment.
                 let _ = unsent.0.outgoing.send(gone(Cause::Cancelled)).await;

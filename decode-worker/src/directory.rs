@@ -18,6 +18,8 @@ pub(crate) const ANSWER_BUFFER: usize = 8;
 /// An offer with the control stream it came on.
 pub(crate) struct ControlStream {
     pub(crate) offer: Offer,
+    /// When the offer came.
+    pub(crate) offered_at: Time,
     pub(crate) incoming: Streaming<v1::SourceMessage>,
     pub(crate) outgoing: mpsc::Sender<Result<v1::DestinationMessage, Status>>,
 }

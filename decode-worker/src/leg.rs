@@ -1,6 +1,9 @@
 //! A Decode call whose KV arrives from a prefill worker: drives the destination's machine until the sequence runs, and the
 //! sequence until it ends.
 
+mod receiving;
+mod running;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,18 +11,19 @@ use baton_handoff::{
     Cause, Commit, Destination, DestinationAction, DestinationConfig, DestinationEnd, DestinationFact,
     DestinationMessage, SampledToken, SourceMessage, Time, Timers,
 };
-use baton_kv::WriteLease;
 use baton_proto::v1;
 use baton_scheduler::{FirstToken, Origin};
-use baton_transfer::{Grant, Receiver, ReceiverEvent, Receivers, TokenSpan, TransferError, wire};
-use baton_worker::{Core, LegRequest, Sequence, SequenceEvent, Stamped, refusal_cause};
+use baton_transfer::{Receiver, ReceiverEvent, Receivers, TransferError, wire};
+use baton_worker::{Core, LegRequest, Sequence, SequenceEvent, Stamped, prefill_seconds, refusal_cause};
 use tokio::sync::mpsc;
 use tonic::Status;
 
 use crate::directory::ControlStream;
 use crate::group::{Numbers, Stops};
-use crate::kv_cost::Marks;
-use crate::output::Output;
+use crate::kv_cost::{Marks, Waits};
+use crate::output::{Ended, Output};
+use crate::spans::LegSpans;
+use crate::told::{LearntCost, Told};
 
 /// A checked call.
 pub(crate) struct Order {
@@ -30,6 +34,7 @@ pub(crate) struct Order {
     pub(crate) control: mpsc::Receiver<Box<ControlStream>>,
     pub(crate) stops: Arc<Stops>,
     pub(crate) output: Output,
+    pub(crate) spans: LegSpans,
 }
 
 /// The driver. Everything it holds is given back when it is dropped: the sequence ends, the receiver's lease is fenced, the
@@ -44,6 +49,8 @@ pub(crate) struct Leg {
     control: Option<Box<ControlStream>>,
     receiver: Option<Receiver>,
     prompt_tokens: usize,
+    /// Leading tokens whose KV was here already.
+    skip_tokens: usize,
     /// Number of the first sequence, and how many there are.
     first_sequence: u32,
     num_sequences: usize,
@@ -53,6 +60,10 @@ pub(crate) struct Leg {
     /// The sequences run.
     is_started: bool,
     marks: Marks,
+    waits: Waits,
+    spans: LegSpans,
+    /// What the source's steps cost, once it was told.
+    step_cost: Option<LearntCost>,
     /// When the request's own time is up; none once it was.
     deadline: Option<Time>,
     /// The router dropped its stream.
@@ -79,7 +90,7 @@ enum Heard {
 impl Leg {
     /// Runs a call to its end; returns what later questions about its key are answered with.
     pub(crate) async fn run(order: Order) -> Cause {
-        let Order { core, receivers, timers, request, control, stops, output } = order;
+        let Order { core, receivers, timers, request, control, stops, output, spans } = order;
         let machine = Destination::new(DestinationConfig {
             key: request.key,
             instance: core.instance,
@@ -98,12 +109,16 @@ impl Leg {
             control: None,
             receiver: None,
             prompt_tokens: request.prompt.len(),
+            skip_tokens: 0,
             first_sequence: request.first_sequence,
             num_sequences: request.num_sequences as usize,
             open: Numbers::new(request.first_sequence, request.num_sequences),
             stops,
             is_started: false,
             marks: Marks::default(),
+            waits: Waits::default(),
+            spans,
+            step_cost: None,
             is_gone: false,
             detail: String::new(),
             end: None,
@@ -120,6 +135,7 @@ impl Leg {
             self.act().await;
             if let Some(cause) = self.over {
                 self.core.metrics.late_messages.add("destination", self.machine.ignored());
+                self.end_spans(cause);
                 return cause;
             }
             let heard = self.hear().await;
@@ -129,7 +145,9 @@ impl Leg {
 
     async fn submit(&mut self, request: LegRequest) -> Result<(), Cause> {
         let loaded = self.core.loaded().map_err(|_| Cause::Engine)?;
-        self.sequence = Some(loaded.steps.submit(request.submission(Origin::Remote, None)).await?);
+        let mut submission = request.submission(Origin::Remote, None);
+        submission.trace = self.spans.served_by();
+        self.sequence = Some(loaded.steps.submit(submission).await?);
         Ok(())
     }
 
@@ -165,7 +183,8 @@ impl Leg {
             }
             Heard::Sequence(Some(Stamped { at, event })) => self.sequence_event(at, event).await,
             Heard::Sequence(None) => {
-                let cause = self.sequence.take().map_or(Cause::Engine, |sequence| sequence.ended_by());
+                let cause = self.sequence.as_ref().map_or(Cause::Engine, Sequence::ended_by);
+                self.let_go();
                 self.give_up(cause).await;
             }
             Heard::Receiver(event) => self.receiver_event(event),
@@ -188,7 +207,7 @@ impl Leg {
     /// Ends the leg early: the machine does while the handoff is under way, after it nothing but the sequence is left.
     async fn give_up(&mut self, cause: Cause) {
         if self.end == Some(DestinationEnd::Committed) {
-            self.sequence = None;
+            self.let_go();
             if !self.is_gone {
                 self.output.failed(cause, &self.detail).await;
             }
@@ -200,6 +219,7 @@ impl Leg {
 
     async fn stop(&mut self, stopped: Numbers) {
         for sequence in stopped.iter().filter(|&sequence| self.open.remove(sequence)).collect::<Vec<_>>() {
+            self.end_run(sequence, self.core.clock.now());
             if let Some(group) = &self.sequence {
                 group.stop(sequence).await;
             }
@@ -219,6 +239,7 @@ impl Leg {
     }
 
     async fn control_message(&mut self, message: v1::SourceMessage) {
+        let told = Told::read(&message);
         let message = match wire::decode_source(message) {
             Ok(message) => message,
             Err(error) => return self.broken(&error),
@@ -232,11 +253,15 @@ impl Leg {
         }
         if matches!(message, SourceMessage::Notice | SourceMessage::Commit(_)) && self.marks.noticed.is_none()
         {
-            self.marks.noticed = Some(self.core.clock.now());
+            let offered_at = self.control.as_ref().map(|control| control.offered_at);
+            let at = told.done_at(offered_at, self.core.clock.now());
+            self.marks.noticed = Some(at);
+            self.spans.begin(at);
             if let Some(sequence) = &self.sequence {
-                sequence.notice().await;
+                sequence.notice(at).await;
             }
         }
+        self.step_cost = self.step_cost.or(told.step_cost);
         self.fact(DestinationFact::Received(message));
     }
 
@@ -255,13 +280,27 @@ impl Leg {
         match event {
             SequenceEvent::Reserved { lease, skip_tokens } => self.reserved(lease, skip_tokens),
             SequenceEvent::Boundary => self.marks.boundary = Some(at),
-            SequenceEvent::Started { cached_tokens, .. } => self.started(at, cached_tokens).await,
+            SequenceEvent::Started { cached_tokens, avoided, .. } => {
+                self.started(at, cached_tokens, avoided).await;
+            }
+            // One that was stopped may have been on its way.
+            SequenceEvent::Stall(stall) if !self.open.contains(stall.sequence) => {}
+            SequenceEvent::Stall(stall) => {
+                self.spans.stall(&stall);
+                self.output.stall(&stall);
+            }
             SequenceEvent::Token { sequence, token, logprob, index, finish } => {
+                // A router that reads slowly may still want sequences to end.
+                while let Some(stopped) = self.output.room(&self.stops).await {
+                    self.stop(stopped).await;
+                }
                 // One that was stopped may have been on its way.
                 if self.open.contains(sequence) {
                     let token = SampledToken { id: token, logprob, index };
-                    self.output.token(sequence, token, finish).await;
+                    let ended = finish.map(|finish| Ended { finish, stats: self.stats(sequence) });
+                    self.output.token(sequence, token, ended).await;
                     if finish.is_some() {
+                        self.end_run(sequence, at);
                         self.open.remove(sequence);
                         self.end_when_all_are_over();
                     }
@@ -273,6 +312,7 @@ impl Leg {
             }
             SequenceEvent::Preempted { sequence, gone: true } if self.is_started => {
                 if self.open.remove(sequence) {
+                    self.end_run(sequence, at);
                     self.output.preempted(sequence).await;
                     self.end_when_all_are_over();
                 }
@@ -285,75 +325,6 @@ impl Leg {
             // Not told to remote sequences, or of no matter to them.
             SequenceEvent::NearHead | SequenceEvent::Opened { .. } | SequenceEvent::Computed { .. } => {}
         }
-    }
-
-    /// The receiver must know the handoff before the grant is out.
-    fn reserved(&mut self, lease: WriteLease, skip_tokens: usize) {
-        let Ok(loaded) = self.core.loaded() else { return };
-        let span = TokenSpan { prompt_tokens: self.prompt_tokens, skip_tokens };
-        match self.receivers.grant(Grant { key: self.machine.key(), span, lease }) {
-            Ok(receiver) => {
-                self.receiver = Some(receiver);
-                self.fact(DestinationFact::Reserved {
-                    skip_tokens: u32::try_from(skip_tokens).unwrap_or(u32::MAX),
-                    bytes: span.bytes(loaded.layout()),
-                });
-            }
-            Err(TransferError::Full { .. }) => self.fact(DestinationFact::NoRoom),
-            Err(error) => self.broken(&error),
-        }
-    }
-
-    async fn started(&mut self, at: Time, cached_tokens: usize) {
-        self.is_started = true;
-        let cost = self.marks.cost(at);
-        self.core.metrics.kv_transfer.observe(cost.total.as_secs_f64());
-        self.core.metrics.kv_exposed.observe(cost.exposed.as_secs_f64());
-        let started = v1::Started {
-            kv: Some(self.marks.to_wire(&cost)),
-            cached_tokens: u32::try_from(cached_tokens).unwrap_or(u32::MAX),
-            queue_us: 0,
-        };
-        self.output.started(started).await;
-    }
-
-    fn receiver_event(&mut self, event: Option<ReceiverEvent>) {
-        self.mark_received();
-        match event {
-            Some(ReceiverEvent::Verified { bytes }) => self.fact(DestinationFact::Verified { bytes }),
-            Some(ReceiverEvent::Corrupt { frame }) => {
-                self.core.metrics.kv_frames_corrupt.inc();
-                tracing::warn!(frame, "a KV frame failed its checksum");
-                self.fact(DestinationFact::Corrupt { frame });
-            }
-            Some(ReceiverEvent::Lost { detail }) => {
-                self.detail = detail;
-                self.fact(DestinationFact::BulkLost);
-            }
-            Some(ReceiverEvent::Failed { cause, detail }) => {
-                self.detail = detail;
-                self.fact(DestinationFact::Cancelled(cause));
-            }
-            Some(ReceiverEvent::WriterEnded) => {
-                self.receiver = None;
-                self.fact(DestinationFact::WriterEnded);
-            }
-            None => self.receiver = None,
-        }
-    }
-
-    fn mark_received(&mut self) {
-        let Some(report) = self.receiver.as_ref().map(Receiver::report) else { return };
-        self.core.metrics.kv_received_bytes.inc_by(report.bytes.saturating_sub(self.marks.bytes));
-        let clock = self.core.clock;
-        self.marks.first_frame = report.first_frame_at.map(|at| clock.at(at));
-        self.marks.verified = report.last_verified_at.map(|at| clock.at(at));
-        self.marks.wire = report.wire;
-        let late = &self.core.metrics.late_messages;
-        late.add("receiver", report.duplicate_frames.saturating_sub(self.marks.duplicate_frames));
-        self.marks.duplicate_frames = report.duplicate_frames;
-        self.marks.bytes = report.bytes;
-        self.marks.frames = report.frames;
     }
 
     /// Does what the machine wants, until it wants nothing.
@@ -373,7 +344,7 @@ impl Leg {
                 DestinationAction::Run(commit) => self.run_group(&commit).await,
                 DestinationAction::Free => {
                     self.receiver = None;
-                    self.sequence = None;
+                    self.let_go();
                 }
                 DestinationAction::End(end) => self.ended(end).await,
             }
@@ -388,8 +359,11 @@ impl Leg {
             token: first.token.id,
             finished: first.finish.is_some(),
         };
+        let prefill_s = self
+            .step_cost
+            .and_then(|learnt| prefill_seconds(&learnt.cost, self.prompt_tokens, self.skip_tokens));
         if let Some(sequence) = &self.sequence {
-            sequence.commit(commit.first_tokens.iter().map(first).collect()).await;
+            sequence.commit(commit.first_tokens.iter().map(first).collect(), prefill_s).await;
         }
     }
 

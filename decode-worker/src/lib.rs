@@ -13,6 +13,8 @@ mod leg;
 mod local;
 mod output;
 mod service;
+mod spans;
+mod told;
 
 use std::sync::Arc;
 

@@ -29,13 +29,14 @@ async fn metrics_are_served_over_http_on_the_grpc_port() {
     assert_eq!(decode_to_end(stream).await.tokens.unwrap().len(), 6);
     let text = get(running.address(), "/metrics").await;
     assert!(text.starts_with("HTTP/1.1 200"), "{text}");
+    // What Prometheus calls its text format, for who asks for nothing else.
+    assert!(text.contains("text/plain; version=0.0.4") && !text.contains("# EOF"), "{text}");
     let total = running.core().loaded().unwrap().pool.counts().total;
     for line in [
         "baton_prompt_tokens_computed_total 40",
         "baton_generated_tokens_total 6",
         "baton_kv_received_bytes_total 0",
         &format!("baton_blocks_total_configured {total}"),
-        "# EOF",
     ] {
         assert!(text.lines().any(|found| found == line), "{line} is missing in\n{text}");
     }

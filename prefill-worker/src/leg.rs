@@ -1,6 +1,5 @@
 //! One Prefill call: drives the source's machine until the handoff is over.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use baton_proto::v1;
 use baton_proto::v1::prefill_event::Event as Wire;
 use baton_scheduler::{Finish, Origin};
 use baton_transfer::{Peers, Progress, Sender, SenderConfig, SenderEvent, SentTotals, TokenSpan, wire};
-use baton_worker::{Core, LayerSink, LegRequest, Sequence, SequenceEvent, Stamped, refusal_cause};
+use baton_worker::{Core, LegRequest, Sequence, SequenceEvent, Stamped, refusal_cause};
 use tokio::sync::mpsc;
 use tonic::Status;
 
@@ -21,6 +20,8 @@ use crate::link::{Link, LinkEvent, Target};
 use crate::outstanding::Outstanding;
 use crate::redirect::Redirect;
 use crate::service::Shared;
+use crate::sink::ProgressSink;
+use crate::spans::{Caller, Spans};
 use crate::times::Times;
 
 /// A checked call.
@@ -29,22 +30,10 @@ pub(crate) struct Order {
     pub(crate) shared: Arc<Shared>,
     pub(crate) peers: Arc<Peers>,
     pub(crate) request: LegRequest,
+    pub(crate) caller: Caller,
     pub(crate) target: Option<Target>,
     pub(crate) redirects: mpsc::Receiver<Redirect>,
     pub(crate) events: mpsc::Sender<Result<v1::PrefillEvent, Status>>,
-}
-
-/// Tells the sender what the step loop computed.
-struct ProgressSink(Progress);
-
-impl LayerSink for ProgressSink {
-    fn layer_done(&self, chunk: Range<usize>, layer: usize) {
-        self.0.layer_done(chunk, layer);
-    }
-
-    fn tokens_done(&self, num_tokens: usize) {
-        self.0.tokens_done(num_tokens);
-    }
 }
 
 /// The driver. Everything it holds is given back when it is dropped: the sequence ends, the sender stops, the
@@ -62,7 +51,7 @@ pub(crate) struct Leg {
     pub(crate) lease: Option<ReadLease>,
     pub(crate) progress: Progress,
     pub(crate) link: Link,
-    sender: Option<Sender>,
+    pub(crate) sender: Option<Sender>,
     /// It will tell nothing more; its totals still count.
     pub(crate) sender_ended: bool,
     pub(crate) prompt_tokens: usize,
@@ -73,6 +62,9 @@ pub(crate) struct Leg {
     skip_tokens: usize,
     first_credit: u64,
     times: Times,
+    pub(crate) spans: Spans,
+    /// When the first tokens were sampled.
+    pub(crate) sampled_at: Option<Time>,
     pub(crate) totals: SentTotals,
     pub(crate) num_sent: u64,
     pub(crate) outstanding: Outstanding,
@@ -100,7 +92,7 @@ enum Heard {
 impl Leg {
     /// Runs a call to its end.
     pub(crate) async fn run(order: Order) {
-        let Order { core, shared, peers, request, target, redirects, events } = order;
+        let Order { core, shared, peers, request, caller, target, redirects, events } = order;
         let machine = Source::new(SourceConfig {
             key: request.key,
             source: core.instance,
@@ -111,6 +103,8 @@ impl Leg {
         });
         let leg = Self {
             times: Times::accepted(core.clock.now()),
+            spans: Spans::new(&core.tracing, core.clock, caller, request.key),
+            sampled_at: None,
             deadline: request.timeout.map(|timeout| core.clock.now() + timeout),
             core,
             shared,
@@ -159,7 +153,8 @@ impl Leg {
     async fn submit(&mut self, request: LegRequest) -> Result<(), Cause> {
         let loaded = self.core.loaded().map_err(|_| Cause::Engine)?;
         let sink = Arc::new(ProgressSink(self.progress.clone()));
-        let submission = request.submission(Origin::Prefill, Some(sink));
+        let mut submission = request.submission(Origin::Prefill, Some(sink));
+        submission.trace = self.spans.server();
         self.sequence = Some(loaded.steps.submit(submission).await?);
         Ok(())
     }
@@ -232,12 +227,17 @@ impl Leg {
             SequenceEvent::NearHead => self.fact(SourceFact::NearHead),
             SequenceEvent::Opened { lease, cached_tokens } => {
                 self.times.opened(at, cached_tokens);
+                self.spans.opened(at, cached_tokens);
+                self.count_queue();
                 if self.target.is_some() {
                     self.lease = Some(lease.clone());
                     self.start_sender(lease);
                 }
             }
-            SequenceEvent::Computed { .. } => self.times.chunk(),
+            SequenceEvent::Computed { num_tokens, began } => {
+                self.times.chunk();
+                self.spans.computed(began, at, num_tokens);
+            }
             SequenceEvent::Token { sequence, token, logprob, index, finish } => {
                 let token = SampledToken { id: token, logprob, index };
                 self.first_tokens.push(FirstToken { sequence, token, finish: finish.map(reason) });
@@ -253,6 +253,7 @@ impl Leg {
             SequenceEvent::Reserved { .. }
             | SequenceEvent::Started { .. }
             | SequenceEvent::Boundary
+            | SequenceEvent::Stall { .. }
             | SequenceEvent::Preempted { .. } => {}
         }
     }
@@ -260,13 +261,17 @@ impl Leg {
     pub(crate) fn start_sender(&mut self, lease: ReadLease) {
         let Some(peer) = self.link.peer() else { return };
         let Ok(loaded) = self.core.loaded() else { return };
+        let channel = peer.bulk();
+        let layout = loaded.memory.layout();
+        let num_blocks = layout.blocks_for(self.prompt_tokens) - self.skip_tokens / layout.block_size;
         let config = SenderConfig {
             key: self.machine.key(),
             span: TokenSpan { prompt_tokens: self.prompt_tokens, skip_tokens: self.skip_tokens },
             lease,
             memory: Arc::clone(&loaded.memory),
             progress: self.progress.clone(),
-            channel: peer.bulk(),
+            trace: self.spans.sending(channel.transport(), num_blocks),
+            channel,
             first_credit: self.first_credit,
         };
         match baton_transfer::sender(config) {
@@ -285,7 +290,9 @@ impl Leg {
     async fn sampled(&mut self, at: Time) {
         let tokens = wire::encode_first_tokens(&self.first_tokens);
         let times = Some(self.times.sampled(at));
+        self.sampled_at = Some(at);
         self.tell(Wire::FirstTokens(v1::FirstTokens { tokens, times })).await;
+        self.spans.told();
         if self.first_tokens.iter().all(|first| first.finish.is_some()) {
             // Its blocks are back already.
             self.sequence = None;
@@ -342,16 +349,9 @@ impl Leg {
                 }
             }
             // `Committed` on the control stream is what counts.
-            Some(SenderEvent::Delivered) => {}
+            Some(SenderEvent::Delivered) => self.spans.delivered(),
             None => self.sender_ended = true,
         }
-    }
-
-    /// The decode worker has every byte.
-    fn measure_link(&mut self) {
-        let Some(target) = &self.target else { return };
-        let (bytes, outstanding) = std::mem::take(&mut self.outstanding).delivered(self.core.clock.now());
-        self.core.links.observe(target.instance, bytes, outstanding);
     }
 
     /// Does what the machine wants, until it wants nothing.
@@ -360,11 +360,13 @@ impl Leg {
             match action {
                 SourceAction::Send(offer @ SourceMessage::Offer { .. }) => {
                     if let Some(target) = self.target.clone() {
-                        self.link = Link::open(Arc::clone(&self.peers), target, offer);
+                        let trace = self.spans.offering();
+                        self.link = Link::open(Arc::clone(&self.peers), target, offer, trace);
                     }
                 }
                 SourceAction::Send(message) => {
-                    if !self.link.send(&message).await {
+                    let message = self.with_measures(wire::encode_source(&message));
+                    if !self.link.send(message).await {
                         self.fact(SourceFact::ControlLost);
                     }
                 }
@@ -387,7 +389,7 @@ impl Leg {
                         sender.reopen(from);
                     }
                 }
-                SourceAction::Fence => self.sender = None,
+                SourceAction::Fence => self.drop_sender(),
                 SourceAction::Hold(cause) => self.hold(cause).await,
                 SourceAction::Release => {
                     self.sequence = None;
@@ -416,6 +418,10 @@ impl Leg {
         if self.target.is_some() && !self.is_counted {
             self.core.metrics.handoff_ended(outcome);
         }
+        let failure = matches!(end, SourceEnd::Failed(_)).then_some(outcome);
+        self.drop_sender();
+        self.spans.handed_off(self.totals, failure);
+        self.spans.ended(failure);
         match end {
             SourceEnd::Committed => {
                 let SentTotals { bytes, frames, resent_frames } = self.totals;

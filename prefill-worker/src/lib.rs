@@ -7,9 +7,12 @@
 mod config;
 mod leg;
 mod link;
+mod measures;
 mod outstanding;
 mod redirect;
 mod service;
+mod sink;
+mod spans;
 mod times;
 
 use std::sync::Arc;

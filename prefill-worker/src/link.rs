@@ -2,8 +2,11 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Instant;
 
 use baton_handoff::{DestinationMessage, InstanceId, SourceMessage};
+use baton_proto::v1;
+use baton_telemetry::trace::TraceContext;
 use baton_transfer::{Control, Peer, Peers, TransferError, open_control};
 
 /// Where a handoff's KV goes.
@@ -36,12 +39,17 @@ pub(crate) enum LinkEvent {
 }
 
 impl Link {
-    /// Connects and makes the offer.
-    pub(crate) fn open(peers: Arc<Peers>, target: Target, offer: SourceMessage) -> Self {
+    /// Connects and makes the offer, as a part of the span `trace`.
+    pub(crate) fn open(
+        peers: Arc<Peers>,
+        target: Target,
+        offer: SourceMessage,
+        trace: Option<TraceContext>,
+    ) -> Self {
         Self::Opening(Box::pin(async move {
             let peer = peers.get(&target.address, target.instance).await?;
             let control =
-                open_control(&peer, offer).await.inspect_err(|_| peers.drop_peer(&target.address))?;
+                open_control(&peer, offer, trace).await.inspect_err(|_| peers.drop_peer(&target.address))?;
             Ok((peer, control))
         }))
     }
@@ -54,8 +62,16 @@ impl Link {
         }
     }
 
+    /// When the offer was sent, once the peer answered.
+    pub(crate) fn offered_at(&self) -> Option<Instant> {
+        match self {
+            Self::Open { control, .. } => Some(control.offered_at()),
+            Self::Closed | Self::Opening(_) => None,
+        }
+    }
+
     /// Sends a message after the offer. False when that can't be done any more: the stream then counts as lost.
-    pub(crate) async fn send(&mut self, message: &SourceMessage) -> bool {
+    pub(crate) async fn send(&mut self, message: v1::SourceMessage) -> bool {
         match self {
             Self::Open { control, .. } => control.send(message).await.is_ok(),
             // Dropping what is under way tells the destination as much as a message would.

@@ -24,6 +24,8 @@ impl Leg {
     pub(crate) async fn hold(&mut self, cause: Cause) {
         self.link = Link::Closed;
         self.core.metrics.handoff_ended(cause.name());
+        self.drop_sender();
+        self.spans.handed_off(self.totals, Some(cause.name()));
         self.is_counted = true;
         let detail = std::mem::take(&mut self.detail);
         tracing::info!(cause = cause.name(), %detail, "the handoff failed, its blocks are held");
@@ -43,6 +45,7 @@ impl Leg {
             tracing::info!(%key, destination = %target.address, "held blocks go to another decode worker");
             let destination = target.instance;
             self.target = Some(target);
+            self.spans.renamed(key);
             self.is_counted = false;
             self.fact(SourceFact::Redirected { key, destination });
         }

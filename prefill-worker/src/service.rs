@@ -2,10 +2,12 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
 
 use baton_handoff::{Cause, HandoffKey, InstanceId, Registry, RegistryLimits, Time, Timers};
 use baton_proto::v1;
 use baton_telemetry::log::request_span;
+use baton_telemetry::trace::CallContext;
 use baton_transfer::{Identity, Peers, PeersConfig, wire};
 use baton_worker::{Core, LegRequest, Loaded, WireLeg};
 use tokio::sync::{mpsc, oneshot};
@@ -16,6 +18,7 @@ use tracing::Instrument;
 use crate::leg::{Leg, Order};
 use crate::link::Target;
 use crate::redirect::Redirect;
+use crate::spans::Caller;
 
 /// Decode workers connected at one time, at most.
 const MAX_PEERS: usize = 64;
@@ -108,7 +111,10 @@ impl v1::prefill_server::Prefill for PrefillService {
         &self,
         request: Request<v1::PrefillRequest>,
     ) -> Result<Response<Self::PrefillStream>, Status> {
+        let called = Instant::now();
         let (loaded, guard) = self.core.accept()?;
+        let metadata = request.metadata();
+        let context = CallContext::read(|name| metadata.get(name).map(|value| value.as_bytes()));
         let v1::PrefillRequest { key, prompt, sampling, stopping, destination, num_generated, terms } =
             request.into_inner();
         let wire = WireLeg { key, prompt, sampling, stopping, num_generated, terms };
@@ -123,11 +129,13 @@ impl v1::prefill_server::Prefill for PrefillService {
             shared: Arc::clone(&self.shared),
             peers: self.shared.peers(&self.core, loaded),
             request: leg,
+            caller: Caller { context, called },
             target,
             redirects,
             events,
         };
-        let span = request_span(&key.request.to_string(), "");
+        let trace = context.map(|context| context.parent.trace_id_hex()).unwrap_or_default();
+        let span = request_span(&key.request.to_string(), &trace);
         let task = async move {
             Leg::run(order).await;
             drop(guard);

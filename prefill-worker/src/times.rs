@@ -38,7 +38,7 @@ impl Times {
     }
 }
 
-fn micros(time: Time) -> u64 {
+pub(crate) fn micros(time: Time) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 

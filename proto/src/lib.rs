@@ -6,7 +6,7 @@
 pub mod bulk;
 
 /// Version of the protocol between router and workers; workers of different versions refuse each other.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 
 /// Encoded descriptors of every proto file, for gRPC reflection.
 pub const FILE_DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/baton.bin"));

@@ -6,6 +6,7 @@ use std::time::Instant;
 use baton_handoff::RequestId;
 use baton_proto::v1;
 use baton_telemetry::metrics::Gauge;
+use baton_telemetry::names;
 use baton_telemetry::trace::TraceContext;
 use baton_text::StopStrings;
 use tokio::sync::mpsc;
@@ -18,35 +19,56 @@ use crate::deadline::Deadline;
 use crate::gate::Ticket;
 use crate::labels::LabelGuard;
 use crate::prompt::{Length, hashed, max_new_tokens, tokens};
-use crate::request::{Order, Output, run};
+use crate::request::{Arrival, Order, Output, RequestSpans, run, short};
 use crate::served::Served;
 
 /// Who asks, whatever is asked.
 pub(crate) struct Caller {
     pub(crate) id: RequestId,
+    /// Of the request's root span.
     pub(crate) trace: TraceContext,
     pub(crate) label: Option<String>,
     pub(crate) arrived: Instant,
     pub(crate) deadline: Deadline,
+    /// Until the request runs.
+    pub(crate) spans: RequestSpans,
 }
 
 impl Caller {
-    /// A request that came at `arrived`, with the caller's own label and trace, where it sent them, and the time it waits.
+    /// A request that came so.
     ///
     /// # Errors
-    /// [`ApiError::Invalid`] when the label can't be used, [`ApiError::Internal`] without randomness.
-    pub(crate) fn new(
-        label: Option<&[u8]>,
-        traceparent: Option<&[u8]>,
-        arrived: Instant,
-        deadline: Deadline,
-    ) -> Result<Self, ApiError> {
-        let label = label.map(crate::labels::check).transpose()?;
-        let trace = match traceparent.and_then(TraceContext::parse) {
-            Some(parent) => TraceContext { span_id: random()?, ..parent },
-            None => TraceContext { trace_id: random()?, span_id: random()?, sampled: false },
-        };
-        Ok(Self { id: RequestId(random()?), trace, label, arrived, deadline })
+    /// [`ApiError::Internal`] without randomness.
+    pub(crate) fn new(app: &App, arrival: Arrival) -> Result<Self, ApiError> {
+        let id = RequestId(random()?);
+        let trace = app.tracing.root(arrival.parent);
+        let mut spans = RequestSpans::begin(app, trace, arrival);
+        if let Some(root) = spans.on() {
+            root.set(names::BATON_REQUEST_ID, id.to_string());
+        }
+        let deadline = Deadline::new(arrival.at, None, app.request_timeout);
+        Ok(Self { id, trace, label: None, arrived: arrival.at, deadline, spans })
+    }
+
+    /// Takes the caller's own label.
+    ///
+    /// # Errors
+    /// [`ApiError::Invalid`] when it can't be used.
+    pub(crate) fn set_label(&mut self, label: &[u8]) -> Result<(), ApiError> {
+        let label = crate::labels::check(label)?;
+        if let Some(root) = self.spans.on() {
+            root.set(names::CLIENT_REQUEST_ID, label.clone());
+        }
+        self.label = Some(label);
+        Ok(())
+    }
+
+    /// Counts a request that is refused before it runs; answers with its spans, which end with the answer.
+    pub(crate) fn refuse(&mut self, app: &App, error: &ApiError) -> RequestSpans {
+        app.metrics.request_ended("none", error.code());
+        let mut spans = self.spans.take();
+        spans.refused(error);
+        spans
     }
 }
 
@@ -89,20 +111,28 @@ pub(crate) struct Accepted {
 ///
 /// # Errors
 /// Everything that can be said before any worker hears of it.
-pub(crate) async fn accept(app: &Arc<App>, ask: Ask, caller: &Caller) -> Result<Accepted, ApiError> {
-    caller.deadline.bound(admit(app, ask, caller)).await
+pub(crate) async fn accept(app: &Arc<App>, ask: Ask, caller: &mut Caller) -> Result<Accepted, ApiError> {
+    let deadline = caller.deadline;
+    deadline.bound(admit(app, ask, caller)).await
 }
 
-async fn admit(app: &Arc<App>, ask: Ask, caller: &Caller) -> Result<Accepted, ApiError> {
+async fn admit(app: &Arc<App>, ask: Ask, caller: &mut Caller) -> Result<Accepted, ApiError> {
     if app.draining.is_cancelled() {
         return Err(shutting_down());
     }
     let served = app.served()?;
+    if let Some(root) = caller.spans.on() {
+        let asked = ask.model.as_deref().filter(|model| !model.is_empty()).unwrap_or(&served.name);
+        root.set(names::GEN_AI_REQUEST_MODEL, short(asked));
+    }
     check_model(served, ask.model.as_deref())?;
     let label = caller.label.as_deref().map(|label| app.labels.take(label)).transpose()?;
-    let ticket = enter(app).await?;
+    let ticket = pass(app, caller).await?;
     let counted = Counted::new(&app.metrics.num_requests_in_flight);
     let prompt = tokens(app, ask.input, ask.input_field).await?;
+    if let Some(root) = caller.spans.on() {
+        root.tokenized(None);
+    }
     let length = Length { num_tokens: prompt.len(), field: ask.input_field, n: ask.n };
     let max_new_tokens = max_new_tokens(length, ask.max_tokens, app.context(served), app.fleet.largest())?;
     let stops = || StopStrings::new(&ask.stop).map_err(|error| ApiError::invalid("stop", error.to_string()));
@@ -125,12 +155,27 @@ async fn admit(app: &Arc<App>, ask: Ask, caller: &Caller) -> Result<Accepted, Ap
         hashes,
         choices,
         held: Held { _ticket: ticket, _label: label, _counted: counted },
+        spans: caller.spans.take(),
     };
     // One more than tokens may wait: there is always room for the end.
     let (sender, outputs) = mpsc::channel(app.max_output_buffer + 1);
     let span = baton_telemetry::log::request_span(&caller.id.to_string(), &caller.trace.trace_id_hex());
     tokio::spawn(run(Arc::clone(app), order, sender).instrument(span));
     Ok(Accepted { model: served.name.clone(), outputs })
+}
+
+/// Passes the door, timed.
+async fn pass(app: &App, caller: &mut Caller) -> Result<Ticket, ApiError> {
+    let came = Instant::now();
+    if let Some(root) = caller.spans.on() {
+        root.at_door();
+    }
+    let ticket = enter(app).await?;
+    if let Some(root) = caller.spans.on() {
+        root.let_in();
+    }
+    app.metrics.queue.observe_traced(came.elapsed().as_secs_f64(), &caller.trace);
+    Ok(ticket)
 }
 
 /// Passes the door.

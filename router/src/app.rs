@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use baton_dispatch::DoorLimits;
 use baton_telemetry::metrics::RouterMetrics;
+use baton_telemetry::trace::Tracing;
 use tokio_util::sync::CancellationToken;
 
 use crate::RouterConfig;
@@ -12,9 +13,11 @@ use crate::api_error::ApiError;
 use crate::ask::Limits;
 use crate::fleet::Fleet;
 use crate::gate::Gate;
+use crate::keep::{self, Decisions, Keeper};
 use crate::labels::Labels;
 use crate::request::Warnings;
 use crate::served::Served;
+use crate::slo::Slo;
 
 /// State of a router process.
 pub(crate) struct App {
@@ -30,6 +33,10 @@ pub(crate) struct App {
     pub(crate) labels: Arc<Labels>,
     pub(crate) metrics: RouterMetrics,
     pub(crate) warnings: Warnings,
+    pub(crate) tracing: Tracing,
+    /// Has workers keep traces.
+    pub(crate) keeper: Keeper,
+    pub(crate) slo: Slo,
     /// Set once: no new requests.
     pub(crate) draining: CancellationToken,
     /// Set when the drain timeout is over: running requests end with an error.
@@ -41,8 +48,11 @@ pub(crate) struct App {
 }
 
 impl App {
-    pub(crate) fn new(config: &RouterConfig, fleet: Arc<Fleet>) -> Self {
+    /// The state, and what is to be run beside it: what tells workers which traces to keep.
+    pub(crate) fn new(config: &RouterConfig, fleet: Arc<Fleet>) -> (Self, Decisions) {
         let metrics = RouterMetrics::new();
+        metrics.read_spans(&config.tracing);
+        let (keeper, decisions) = keep::queue(&metrics);
         let (counted, watched) = (Arc::clone(&fleet), Arc::clone(&fleet));
         metrics.read_workers(move || counted.counts());
         metrics.read_open_breakers(move || watched.open_breakers());
@@ -50,7 +60,7 @@ impl App {
             max_concurrent: config.max_concurrent as usize,
             max_queue: config.max_queue as usize,
         };
-        Self {
+        let app = Self {
             limits: Limits {
                 max_messages: config.max_messages as usize,
                 max_stop_strings: config.max_stop_strings as usize,
@@ -67,12 +77,16 @@ impl App {
             labels: Arc::default(),
             metrics,
             warnings: Warnings::default(),
+            tracing: config.tracing.clone(),
+            keeper,
+            slo: Slo::from(config.slo),
             draining: CancellationToken::new(),
             cut: CancellationToken::new(),
             origin: Instant::now(),
             served: OnceLock::new(),
             context: config.context,
-        }
+        };
+        (app, decisions)
     }
 
     /// The model is ready.

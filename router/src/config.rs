@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use baton_dispatch::Policy;
 use baton_handoff::MAX_SEQUENCES;
+use baton_telemetry::trace::Tracing;
 
 use crate::RouterError;
 
@@ -126,6 +127,14 @@ pub struct RouterConfig {
     #[arg(long, env = "BATON_REQUEST_TIMEOUT", value_name = "SECONDS", default_value = "0", value_parser = request_seconds)]
     pub request_timeout: Duration,
 
+    /// What is promised about latency.
+    #[command(flatten)]
+    pub slo: SloConfig,
+
+    /// Where spans go; off unless the caller sets it.
+    #[arg(skip)]
+    pub tracing: Tracing,
+
     /// Allow an address other than loopback although nothing is encrypted or authenticated
     #[arg(long, env = "BATON_INSECURE")]
     pub insecure: bool,
@@ -146,6 +155,18 @@ pub struct PlacementConfig {
     pub max_local_tokens: u32,
 }
 
+/// Options of what is promised about latency. They concern the whole cluster, so `baton up` offers them too.
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
+pub struct SloConfig {
+    /// Time to first token that is promised, in milliseconds, 0.1 to 3600000 [default: none]
+    #[arg(long, env = "BATON_SLO_TTFT_MS", value_name = "MS", value_parser = milliseconds)]
+    pub slo_ttft_ms: Option<f64>,
+
+    /// Time between two tokens that is promised, in milliseconds, 0.1 to 3600000 [default: none]
+    #[arg(long, env = "BATON_SLO_ITL_MS", value_name = "MS", value_parser = milliseconds)]
+    pub slo_itl_ms: Option<f64>,
+}
+
 /// Workers of one role, at most.
 const MAX_WORKERS: usize = 1024;
 
@@ -153,6 +174,13 @@ fn seconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(seconds) if (0.05..=3600.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
         _ => Err("seconds from 0.05 to 3600".to_owned()),
+    }
+}
+
+fn milliseconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(ms) if (0.1..=3_600_000.0).contains(&ms) => Ok(ms),
+        _ => Err("milliseconds from 0.1 to 3600000".to_owned()),
     }
 }
 
@@ -253,6 +281,9 @@ mod tests {
             (Duration::from_secs(3), Duration::ZERO)
         );
         assert_eq!((config.max_body_bytes, config.max_n), (8 << 20, 8));
+        assert!(
+            config.slo.slo_ttft_ms.is_none() && config.slo.slo_itl_ms.is_none() && !config.tracing.is_on()
+        );
         assert_eq!((config.placement.policy, config.placement.max_local_tokens), (Policy::KvAware, 16));
     }
 
@@ -285,6 +316,8 @@ mod tests {
             (vec![worker[0], worker[1], "--heartbeat-timeout", "0"], "--heartbeat-timeout"),
             (vec![worker[0], worker[1], "--drain-timeout", "nan"], "--drain-timeout"),
             (vec![worker[0], worker[1], "--request-timeout", "86401"], "--request-timeout"),
+            (vec![worker[0], worker[1], "--slo-ttft-ms", "0"], "--slo-ttft-ms"),
+            (vec![worker[0], worker[1], "--slo-itl-ms", "nan"], "--slo-itl-ms"),
             (vec![worker[0], worker[1], "--served-model-name", " "], "--served-model-name"),
         ] {
             let error = parse(&arguments).expect_err("refused");

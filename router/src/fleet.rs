@@ -165,6 +165,16 @@ impl Fleet {
         counts
     }
 
+    /// How many prefill and decode workers are ready.
+    pub(crate) fn num_ready(&self) -> (u32, u32) {
+        let ready = |role| {
+            let is_ready =
+                |member: &&Arc<Member>| member.role == role && member.state() == WorkerState::Ready;
+            u32::try_from(self.members.iter().filter(is_ready).count()).unwrap_or(u32::MAX)
+        };
+        (ready(Role::Prefill), ready(Role::Decode))
+    }
+
     /// Workers of each role that get no requests because they kept failing them, for the scrape.
     pub(crate) fn open_breakers(&self) -> Vec<(&'static str, u64)> {
         let open = |role| {

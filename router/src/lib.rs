@@ -14,6 +14,7 @@ mod deadline;
 mod error;
 mod fleet;
 mod gate;
+mod keep;
 mod labels;
 mod listen;
 mod prompt;
@@ -21,8 +22,9 @@ mod request;
 mod rpc;
 mod serve;
 mod served;
+mod slo;
 mod web;
 
-pub use config::{PlacementConfig, RouterConfig};
+pub use config::{PlacementConfig, RouterConfig, SloConfig};
 pub use error::RouterError;
 pub use serve::{Router, Running, run};

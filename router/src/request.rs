@@ -1,11 +1,15 @@
 //! One request: what `baton_dispatch` decides, carried out.
 
 mod answer;
+mod cost;
 mod groups;
 mod legs;
+mod marks;
 mod outbox;
 mod outcome;
+mod root;
 mod run;
+mod spans;
 mod start;
 mod warnings;
 mod wire;
@@ -23,7 +27,9 @@ use crate::accept::Held;
 use crate::api_error::ApiError;
 use crate::deadline::Deadline;
 
+pub(crate) use cost::Kv;
 pub(crate) use run::run;
+pub(crate) use spans::{Arrival, Operation, Protocol, RequestSpans, short};
 pub(crate) use warnings::Warnings;
 
 /// A request that passed the door, ready to be placed.
@@ -47,6 +53,7 @@ pub(crate) struct Order {
     /// What turns each sequence's tokens to text; as many as there are sequences.
     pub(crate) choices: Vec<(Detokenizer, StopStrings)>,
     pub(crate) held: Held,
+    pub(crate) spans: RequestSpans,
 }
 
 /// Where a request runs, and why there.
@@ -66,8 +73,8 @@ pub(crate) enum Output {
     Piece { index: u32, text: String, token_ids: Vec<u32> },
     /// A choice is complete while others go on.
     Finished { index: u32, reason: FinishReason },
-    /// Nothing follows.
-    End(Result<Summary, ApiError>),
+    /// Nothing follows. Whoever hands it on drops the spans once the last byte is out.
+    End { result: Result<Summary, ApiError>, spans: RequestSpans },
 }
 
 /// How a request ended well.
@@ -94,14 +101,6 @@ pub(crate) struct Usage {
     pub(crate) completion_tokens: u32,
     /// Of the prompt, not computed because a cache held them; a resume adds nothing.
     pub(crate) cached_tokens: u32,
-}
-
-/// What transfers cost.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Kv {
-    pub(crate) bytes: u64,
-    pub(crate) total_ms: f64,
-    pub(crate) exposed_ms: f64,
 }
 
 /// The word that clients know.

@@ -6,20 +6,20 @@ use std::time::Instant;
 
 use baton_proto::v1;
 use baton_proto::v1::inference_server::Inference;
-use baton_telemetry::trace::TRACEPARENT;
+use baton_telemetry::trace::{TRACEPARENT, TraceContext};
 use futures::{Stream, StreamExt};
-use tokio_stream::wrappers::ReceiverStream;
+use tokio::sync::mpsc;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
 
-use crate::accept::{Accepted, Caller, accept, check_model, enter};
+use crate::accept::{Caller, accept, check_model, enter};
 use crate::api_error::ApiError;
 use crate::app::App;
 use crate::ask::{Input, read_generate, read_messages};
 use crate::deadline::{Deadline, GRPC_TIMEOUT, from_grpc};
 use crate::prompt::tokens;
-use crate::request::{Output, Summary, finish_name};
-use crate::web::{LABEL_HEADER, MODE_HEADER, REASON_HEADER, REQUEST_ID_HEADER};
+use crate::request::{Arrival, Operation, Output, Protocol, RequestSpans, Summary, finish_name};
+use crate::web::{LABEL_HEADER, MODE_HEADER, REASON_HEADER, REQUEST_ID_HEADER, TRACE_ID_HEADER};
 
 /// Serves clients.
 pub(crate) struct InferenceService {
@@ -63,35 +63,33 @@ impl Inference for InferenceService {
     type GenerateStream = Responses;
 
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Responses>, Status> {
-        let refused = |error: ApiError| {
-            self.app.metrics.request_ended("none", error.code());
-            Status::from(error)
+        let parent = request.metadata().get(TRACEPARENT);
+        let arrival = Arrival {
+            at: request.extensions().get().map_or_else(Instant::now, |Arrived(at)| *at),
+            parent: parent.and_then(|value| TraceContext::parse(value.as_encoded_bytes())),
+            protocol: Protocol::Grpc,
+            operation: match request.get_ref().input {
+                Some(v1::generate_request::Input::Chat(_)) => Operation::Chat,
+                _ => Operation::TextCompletion,
+            },
         };
-        let header = |name: &str| request.metadata().get(name).map(|value| value.as_encoded_bytes());
-        let waits = header(GRPC_TIMEOUT).map(from_grpc).transpose().map_err(refused)?;
-        let arrived = request.extensions().get().map_or_else(Instant::now, |Arrived(at)| *at);
-        let deadline = Deadline::new(arrived, waits, self.app.request_timeout);
-        let (label, trace) = (header(LABEL_HEADER), header(TRACEPARENT));
-        let caller = Caller::new(label, trace, arrived, deadline).map_err(refused)?;
-        let ask = read_generate(request.into_inner(), &self.app.limits).map_err(refused)?;
-        let Accepted { mut outputs, .. } = accept(&self.app, ask, &caller).await.map_err(refused)?;
+        let mut caller = Caller::new(&self.app, arrival)?;
+        let mut outputs = match self.begin(request, &mut caller).await {
+            Ok(outputs) => outputs,
+            Err(error) => {
+                caller.refuse(&self.app, &error);
+                return Err(named(error, &caller));
+            }
+        };
         let head = async { Ok(crate::web::head(&mut outputs, self.app.keep_alive).await) };
         // Said here and not only by the request's task, which the transport would not wait for.
-        let head = caller.deadline.bound(head).await?;
-        if let Some(Output::End(Err(error))) = head.first {
-            return Err(error.into());
+        let head = caller.deadline.bound(head).await.map_err(|error| named(error, &caller))?;
+        if let Some(Output::End { result: Err(error), .. }) = head.first {
+            return Err(named(error, &caller));
         }
-        let id = caller.id.to_string();
-        let first = v1::GenerateResponse { request_id: id.clone(), ..v1::GenerateResponse::default() };
-        let outputs = futures::stream::iter(head.first)
-            .chain(ReceiverStream::new(outputs))
-            .filter_map(|output| std::future::ready(message(output)));
-        let stream = futures::stream::iter([Ok(first)]).chain(outputs);
-        let mut response = Response::new(Box::pin(stream) as Responses);
+        let mut response = Response::new(messages(&caller, head.first, outputs));
         let metadata = response.metadata_mut();
-        if let Ok(id) = id.parse() {
-            metadata.insert(REQUEST_ID_HEADER, id);
-        }
+        name(metadata, &caller);
         if let Some(placed) = head.placed {
             metadata.insert(MODE_HEADER, MetadataValue::from_static(placed.mode.name()));
             metadata.insert(REASON_HEADER, MetadataValue::from_static(placed.reason));
@@ -132,19 +130,94 @@ impl Inference for InferenceService {
     }
 }
 
-fn message(output: Output) -> Option<Result<v1::GenerateResponse, Status>> {
-    match output {
-        Output::Placed(_) => None,
-        Output::Piece { index, text, token_ids } => {
-            Some(Ok(v1::GenerateResponse { index, text, token_ids, ..v1::GenerateResponse::default() }))
+impl InferenceService {
+    /// Starts the request, if nothing is wrong with it.
+    async fn begin(
+        &self,
+        request: Request<v1::GenerateRequest>,
+        caller: &mut Caller,
+    ) -> Result<mpsc::Receiver<Output>, ApiError> {
+        let header = |name: &str| request.metadata().get(name).map(|value| value.as_encoded_bytes());
+        let waits = header(GRPC_TIMEOUT).map(from_grpc).transpose()?;
+        caller.deadline = Deadline::new(caller.arrived, waits, self.app.request_timeout);
+        if let Some(label) = header(LABEL_HEADER) {
+            caller.set_label(label)?;
         }
-        Output::Finished { index, reason } => Some(Ok(v1::GenerateResponse {
-            index,
-            finish_reason: finish_name(reason).to_owned(),
-            ..v1::GenerateResponse::default()
-        })),
-        Output::End(Ok(summary)) => Some(Ok(last(&summary))),
-        Output::End(Err(error)) => Some(Err(error.into())),
+        let ask = read_generate(request.into_inner(), &self.app.limits)?;
+        Ok(accept(&self.app, ask, caller).await?.outputs)
+    }
+}
+
+/// Says which request and which trace it is.
+fn name(metadata: &mut MetadataMap, caller: &Caller) {
+    let ids = [(REQUEST_ID_HEADER, caller.id.to_string()), (TRACE_ID_HEADER, caller.trace.trace_id_hex())];
+    for (name, id) in ids {
+        if let Ok(id) = id.parse() {
+            metadata.insert(name, id);
+        }
+    }
+}
+
+fn named(error: ApiError, caller: &Caller) -> Status {
+    let mut status = Status::from(error);
+    name(status.metadata_mut(), caller);
+    status
+}
+
+/// What is still to be sent.
+struct Messages {
+    ready: Option<Output>,
+    outputs: mpsc::Receiver<Output>,
+    first_at: Option<Instant>,
+    /// Of the request, once it ended; they end with the last message, when this is dropped.
+    ended: Option<RequestSpans>,
+}
+
+/// The answer, of which the first output may have been taken already. Dropping it cancels the request.
+fn messages(caller: &Caller, ready: Option<Output>, outputs: mpsc::Receiver<Output>) -> Responses {
+    let first = v1::GenerateResponse { request_id: caller.id.to_string(), ..v1::GenerateResponse::default() };
+    let messages = Messages { ready, outputs, first_at: None, ended: None };
+    let rest = futures::stream::unfold(messages, |mut messages| async move {
+        let message = messages.next().await?;
+        Some((message, messages))
+    });
+    Box::pin(futures::stream::iter([Ok(first)]).chain(rest))
+}
+
+impl Messages {
+    async fn next(&mut self) -> Option<Result<v1::GenerateResponse, Status>> {
+        loop {
+            if self.ended.is_some() {
+                return None;
+            }
+            let output = match self.ready.take() {
+                Some(output) => output,
+                None => self.outputs.recv().await.unwrap_or_else(crate::web::cut),
+            };
+            if let Some(message) = self.take(output) {
+                return Some(message);
+            }
+        }
+    }
+
+    fn take(&mut self, output: Output) -> Option<Result<v1::GenerateResponse, Status>> {
+        match output {
+            Output::Placed(_) => None,
+            Output::Piece { index, text, token_ids } => {
+                self.first_at.get_or_insert_with(Instant::now);
+                Some(Ok(v1::GenerateResponse { index, text, token_ids, ..v1::GenerateResponse::default() }))
+            }
+            Output::Finished { index, reason } => Some(Ok(v1::GenerateResponse {
+                index,
+                finish_reason: finish_name(reason).to_owned(),
+                ..v1::GenerateResponse::default()
+            })),
+            Output::End { result, mut spans } => {
+                spans.first_handed(self.first_at);
+                self.ended = Some(spans);
+                Some(result.map(|summary| last(&summary)).map_err(Status::from))
+            }
+        }
     }
 }
 

@@ -87,10 +87,12 @@ impl Router {
         let patience =
             Patience { heartbeat_timeout: config.heartbeat_timeout, stall_timeout: config.stall_timeout };
         let fleet = Fleet::new(&Discovery::from_config(&config), patience, placer(&config)?)?;
-        let app = Arc::new(App::new(&config, Arc::clone(&fleet)));
+        let (app, decisions) = App::new(&config, Arc::clone(&fleet));
+        let app = Arc::new(app);
         let (reporter, health) = tonic_health::server::health_reporter();
         let mut background = JoinSet::new();
         background.spawn(fleet.watch());
+        background.spawn(decisions.run());
         background.spawn(report_health(Arc::clone(&app), reporter));
         let mut faces = JoinSet::new();
         faces.spawn(serve_http(http, Arc::clone(&app)));

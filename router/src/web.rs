@@ -11,14 +11,14 @@ use axum::Router;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use http::header::{ALLOW, CONTENT_TYPE, RETRY_AFTER};
-use http::{HeaderValue, StatusCode, Uri};
+use http::header::{ACCEPT, ALLOW, CONTENT_TYPE, RETRY_AFTER};
+use http::{HeaderMap, HeaderValue, StatusCode, Uri};
 use serde_json::json;
 
 use crate::api_error::ApiError;
 use crate::app::App;
 use choice::Face;
-pub(crate) use generate::head;
+pub(crate) use generate::{cut, head};
 
 /// Header with the router's id of a request.
 pub(crate) const REQUEST_ID_HEADER: &str = "x-baton-request-id";
@@ -29,11 +29,19 @@ pub(crate) const REASON_HEADER: &str = "x-baton-reason";
 /// A client's own id, echoed.
 pub(crate) const LABEL_HEADER: &str = "x-request-id";
 
+/// Header with the trace of a request, to look it up by: 32 hexadecimal digits.
+pub(crate) const TRACE_ID_HEADER: &str = "x-baton-trace-id";
+
+/// Where chats are answered.
+pub(crate) const CHAT_PATH: &str = "/v1/chat/completions";
+/// Where plain texts are continued.
+pub(crate) const COMPLETIONS_PATH: &str = "/v1/completions";
+
 /// Every path.
 pub(crate) fn routes(app: Arc<App>) -> Router {
     Router::new()
-        .route("/v1/chat/completions", post(chat).fallback(only_post))
-        .route("/v1/completions", post(completions).fallback(only_post))
+        .route(CHAT_PATH, post(chat).fallback(only_post))
+        .route(COMPLETIONS_PATH, post(completions).fallback(only_post))
         .route("/v1/models", get(models).fallback(only_get))
         .route("/health", get(health).fallback(only_get))
         .route("/metrics", get(metrics).fallback(only_get))
@@ -93,8 +101,10 @@ async fn health(State(app): State<Arc<App>>) -> Response {
     (status, axum::Json(body)).into_response()
 }
 
-async fn metrics(State(app): State<Arc<App>>) -> Response {
-    ([(CONTENT_TYPE, baton_telemetry::metrics::CONTENT_TYPE)], app.metrics.encode()).into_response()
+async fn metrics(State(app): State<Arc<App>>, headers: HeaderMap) -> Response {
+    let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
+    let (content_type, text) = app.metrics.encode_for(accept);
+    ([(CONTENT_TYPE, content_type)], text).into_response()
 }
 
 async fn only_post(request: Request) -> Response {

@@ -176,7 +176,20 @@ impl EventStream {
     /// # Errors
     /// As [`request`].
     pub async fn post(at: SocketAddr, path: &str, body: &Value) -> Result<Self, String> {
-        let head = tokio::time::timeout(ANSWER_BOUND, open(at, "POST", path, Some(body), &[])).await;
+        Self::post_with(at, path, body, &[]).await
+    }
+
+    /// As [`EventStream::post`], with more headers.
+    ///
+    /// # Errors
+    /// As [`request`].
+    pub async fn post_with(
+        at: SocketAddr,
+        path: &str,
+        body: &Value,
+        headers: &[(&str, &str)],
+    ) -> Result<Self, String> {
+        let head = tokio::time::timeout(ANSWER_BOUND, open(at, "POST", path, Some(body), headers)).await;
         let (response, connection) = head.map_err(|_| format!("no answer within {ANSWER_BOUND:?}"))??;
         let (parts, body) = response.into_parts();
         let (buffer, ready) = (Vec::new(), VecDeque::new());

@@ -1,6 +1,6 @@
 //! A cluster of real processes on loopback.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,6 +15,9 @@ use crate::{LogDir, Metrics, Process, eventually};
 
 /// The longest wait until a cluster could serve.
 pub const READY_BOUND: Duration = Duration::from_secs(120);
+
+/// Any port of this machine.
+const LOOPBACK: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
 /// What to start. The default is one prefill and one decode worker with `builtin:tiny`.
 #[derive(Debug, Clone)]
@@ -57,6 +60,8 @@ pub struct ClusterConfig {
     pub decode_args: Vec<String>,
     /// More arguments of the router.
     pub router_args: Vec<String>,
+    /// Environment of every role, `NAME=VALUE` each.
+    pub env: Vec<String>,
 }
 
 impl Default for ClusterConfig {
@@ -81,6 +86,7 @@ impl Default for ClusterConfig {
             prefill_args: Vec::new(),
             decode_args: Vec::new(),
             router_args: Vec::new(),
+            env: Vec::new(),
         }
     }
 }
@@ -101,6 +107,12 @@ impl ClusterConfig {
     #[must_use]
     pub fn colocated(self) -> Self {
         Self { colocated: true, num_prefill: 0, ..self }
+    }
+
+    /// What a command line begins with to have the environment.
+    fn env_prefix(&self) -> Vec<String> {
+        let named = (!self.env.is_empty()).then(|| "env".to_owned());
+        named.into_iter().chain(self.env.iter().cloned()).collect()
     }
 
     const fn over_wire(&self) -> bool {
@@ -194,7 +206,8 @@ impl Cluster {
         }
         for nth in 0..config.num_prefill {
             let args = [config.worker_args(), config.prefill_args.clone()].concat();
-            prefill.push(Worker::start(Role::Prefill, &format!("prefill-{nth}"), dir, args).await);
+            let (prefix, name) = (config.env_prefix(), format!("prefill-{nth}"));
+            prefill.push(Worker::start_with(prefix, Role::Prefill, &name, dir, args, LOOPBACK).await);
         }
         let prefill_at: Vec<SocketAddr> = prefill.iter().map(|worker| worker.address).collect();
         let decode_at: Vec<SocketAddr> = match config.proxied {
@@ -355,10 +368,14 @@ impl Cluster {
 
 async fn start_decode(config: &ClusterConfig, nth: usize, dir: &Path, mut args: Vec<String>) -> Worker {
     let name = format!("decode-{nth}");
-    let Some(cable) = &config.cable else { return Worker::start(Role::Decode, &name, dir, args).await };
-    args.push("--insecure".into());
-    let at = SocketAddr::new(cable.address(Side::Far), 0);
-    Worker::start_with(cable.prefix(Side::Far), Role::Decode, &name, dir, args, at).await
+    let (mut prefix, mut at) = (Vec::new(), LOOPBACK);
+    if let Some(cable) = &config.cable {
+        args.push("--insecure".into());
+        prefix = cable.prefix(Side::Far);
+        at.set_ip(cable.address(Side::Far));
+    }
+    prefix.extend(config.env_prefix());
+    Worker::start_with(prefix, Role::Decode, &name, dir, args, at).await
 }
 
 async fn sum(workers: &[Worker], name: &str, labels: &[(&str, &str)]) -> f64 {
@@ -407,7 +424,7 @@ async fn start_router(
     }
     args.extend(["--max-local-tokens".into(), config.max_local_tokens.to_string()]);
     args.extend(config.router_args.iter().cloned());
-    let mut router = Process::start("router", dir, &args, &[]);
+    let mut router = Process::start_with(&config.env_prefix(), "router", dir, &args, &[]);
     let http = read_address(&mut router, &http_file).await;
     let grpc = read_address(&mut router, &grpc_file).await;
     (router, http, grpc)

@@ -1,20 +1,24 @@
-//! Owns how tests see Baton from outside: real processes of the `baton` binary, an HTTP client, `/metrics`, the golden
-//! tokens, and the source tree for the house rules.
+//! Owns how tests see Baton from outside: real processes of the `baton` binary, an HTTP client, `/metrics`, spans as a collector or
+//! a Jaeger gets them, the golden tokens, and the source tree for the house rules.
 //!
-//! Must never know how a worker works inside: what a cluster does is read from its answers, its metrics, its logs and its
-//! process table. Tests that look inside use the crates themselves.
+//! Must never know how a worker works inside: what a cluster does is read from its answers, its metrics, its spans, its logs
+//! and its process table. Tests that look inside use the crates themselves.
 
 pub mod binary;
 pub mod client;
 pub mod cluster;
+pub mod go;
 pub mod golden;
+pub mod jaeger;
 pub mod metadata;
 pub mod metrics;
 pub mod netns;
+pub mod otlp;
 pub mod process;
 pub mod proxy;
 pub mod seed;
 pub mod source;
+pub mod spans;
 pub mod wait;
 pub mod worker;
 

@@ -96,9 +96,6 @@ impl Process {
         args: &[String],
         env: &[(&str, &str)],
     ) -> Self {
-        let log = dir.join(format!("{name}.log"));
-        let out = File::options().create(true).append(true).open(&log).expect("the log folder is writable");
-        let err = out.try_clone().expect("a file handle");
         let binary = crate::binary::baton();
         let mut command = match prefix.split_first() {
             None => Command::new(binary),
@@ -108,14 +105,31 @@ impl Process {
                 command
             }
         };
-        command.args(args).stdin(Stdio::null()).stdout(out).stderr(err);
+        command.args(args);
         // The caller's own settings must not reach the process under test.
-        for (key, _) in std::env::vars_os().filter(|(key, _)| key.to_string_lossy().starts_with("BATON_")) {
-            if key != "BATON_CACHE" {
-                command.env_remove(key);
-            }
+        let ours = |key: &str| key.starts_with("OTEL_") || key.starts_with("BATON_") && key != "BATON_CACHE";
+        for (key, _) in std::env::vars_os().filter(|(key, _)| ours(&key.to_string_lossy())) {
+            command.env_remove(key);
         }
         command.envs(env.iter().copied());
+        Self::spawn(command, name, dir)
+    }
+
+    /// As [`Process::start`], of another program than `baton`.
+    ///
+    /// # Panics
+    /// As [`Process::start`].
+    pub fn start_program(program: &Path, name: &str, dir: &Path, args: &[String]) -> Self {
+        let mut command = Command::new(program);
+        command.args(args);
+        Self::spawn(command, name, dir)
+    }
+
+    fn spawn(mut command: Command, name: &str, dir: &Path) -> Self {
+        let log = dir.join(format!("{name}.log"));
+        let out = File::options().create(true).append(true).open(&log).expect("the log folder is writable");
+        let err = out.try_clone().expect("a file handle");
+        command.stdin(Stdio::null()).stdout(out).stderr(err);
         die_with_parent(&mut command);
         let child = command.spawn().unwrap_or_else(|error| panic!("can't start {name}: {error}"));
         Self { name: name.to_owned(), child, log, status: None }

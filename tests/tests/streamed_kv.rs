@@ -123,3 +123,13 @@ fn decoding_reads_exactly_the_kv_that_arrived_in_f16() {
 fn decoding_reads_exactly_the_kv_that_arrived_in_f32() {
     check(KvDtype::F32);
 }
+
+#[test]
+fn decoding_reads_exactly_the_kv_that_arrived_in_bf16() {
+    check(KvDtype::BF16);
+}
+
+#[test]
+fn decoding_reads_exactly_the_kv_that_arrived_in_fp8() {
+    check(KvDtype::Fp8);
+}

@@ -1,9 +1,14 @@
-//! `baton bench`: loads a running cluster over HTTP and reports latency as its clients see it; `baton bench transfer` needs no cluster.
+//! `baton bench`: loads a running cluster over HTTP and reports latency as its clients see it; `baton bench transfer` and `engine` need no cluster,
+//! `baton bench --compare` starts its own.
 //!
 //! ITL is the gap between two events that carry tokens, one sample a gap; TPOT is a request's mean. Times of an open
 //! loop start at the planned moment of arrival, so that a late start can't hide a queue.
 
+mod compare;
+mod drive;
+mod engine;
 mod load;
+mod mooncake;
 mod options;
 mod random;
 mod report;
@@ -11,6 +16,9 @@ mod request;
 mod stall;
 mod stats;
 mod transfer;
+mod workload;
+
+use std::ffi::OsString;
 
 pub(crate) use options::BenchOptions;
 use options::OtherBench;
@@ -18,21 +26,31 @@ use options::OtherBench;
 use crate::client::Client;
 use crate::exit::Failure;
 
-/// Runs the test and prints its report on standard output.
+/// Runs the test and prints its report on standard output. `global` are the arguments that every child is given first.
 ///
 /// # Errors
 /// [`Failure::Usage`] for a bad URL, [`Failure::Unexpected`] when no cluster answers or no request succeeded.
-pub(crate) async fn run(options: BenchOptions) -> Result<(), Failure> {
+pub(crate) async fn run(options: BenchOptions, global: Vec<OsString>) -> Result<(), Failure> {
+    if let Some(OtherBench::Engine(options)) = options.other {
+        let json = options.json;
+        let measured = tokio::task::spawn_blocking(move || engine::run(&options)).await;
+        let report = measured.map_err(|error| Failure::Unexpected(error.to_string()))??;
+        return print(&report, &report.table(), json);
+    }
     if let Some(OtherBench::Transfer(options)) = options.other {
         let json = options.json;
         let measured = tokio::task::spawn_blocking(move || transfer::run(&options)).await;
         let report = measured.map_err(|error| Failure::Unexpected(error.to_string()))??;
         return print(&report, &report.table(), json);
     }
+    if options.compare.compare {
+        let comparison = Box::pin(compare::run(&options, global)).await?;
+        return print(&comparison, &comparison.table(), options.json);
+    }
     let client = Client::new(&options.url)?;
     // Asked first, so that a missing cluster is one clear line and not a table of errors.
     client.get("/v1/models").await?;
-    if let Some(num_streams) = options.streams {
+    if let Some(num_streams) = options.background.streams {
         let report = stall::run(&client, &options, num_streams).await?.report();
         return print(&report, &report.table(), options.json);
     }

@@ -4,11 +4,14 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use super::compare::CompareOptions;
+use super::engine::EngineOptions;
 use super::transfer::TransferOptions;
 
 /// What to load a cluster with, and for how long.
 #[derive(Debug, Clone, clap::Args)]
-#[command(args_conflicts_with_subcommands = true)]
+#[command(args_conflicts_with_subcommands = true,
+          group = clap::ArgGroup::new("background").args(["streams", "compare"]).multiple(true))]
 pub(crate) struct BenchOptions {
     /// Measure something else
     #[command(subcommand)]
@@ -43,7 +46,7 @@ pub(crate) struct BenchOptions {
     pub(super) output_tokens: Lengths,
 
     /// Seed of lengths, prompts and arrival times
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub(super) seed: u64,
 
     /// Prompts are made of token ids below this
@@ -58,45 +61,55 @@ pub(crate) struct BenchOptions {
     #[arg(long)]
     pub(super) json: bool,
 
+    #[command(flatten)]
+    pub(super) background: BackgroundOptions,
+
+    #[command(flatten)]
+    pub(super) compare: CompareOptions,
+}
+
+/// Options of the loads with streams in the background: the stall test and the comparison.
+#[derive(Debug, Clone, clap::Args)]
+#[group(skip)]
+#[command(next_help_heading = "Stall test")]
+pub(super) struct BackgroundOptions {
     /// Stall test instead: so many streams decode in the background, and only their gaps are measured as ITL while
-    /// prompts arrive
+    /// prompts arrive [default: 8 with --compare]
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=1024),
-          conflicts_with_all = ["concurrency", "rate", "requests", "duration"], help_heading = "Stall test")]
+          conflicts_with_all = ["concurrency", "rate", "requests"])]
     pub(super) streams: Option<u32>,
 
-    /// Tokens of each background stream; one that ends early is started again
-    #[arg(long, value_name = "TOKENS", default_value_t = 2000, requires = "streams", help_heading = "Stall test",
+    /// Tokens of each background stream; one that ends early is started again [default: 2000, with --compare 500]
+    #[arg(long, value_name = "TOKENS", requires = "background",
           value_parser = clap::value_parser!(u32).range(2..))]
-    pub(super) stream_tokens: u32,
+    pub(super) stream_tokens: Option<u32>,
 
-    /// Prompts that arrive
-    #[arg(long, value_name = "N", default_value_t = 5, requires = "streams", help_heading = "Stall test",
-          value_parser = clap::value_parser!(u32).range(1..))]
-    pub(super) arrivals: u32,
+    /// Prompts that arrive, or with --duration at least arrive [default: 5, with --compare 8]
+    #[arg(long, value_name = "N", requires = "background", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) arrivals: Option<u32>,
 
     /// Tokens of each arriving prompt
-    #[arg(long, value_name = "TOKENS", default_value_t = 2048, requires = "streams", help_heading = "Stall test",
-          value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "TOKENS", default_value_t = 2048, requires = "background",
+          value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub(super) arrival_prompt_tokens: u32,
 
-    /// Tokens each arriving prompt asks for
-    #[arg(long, value_name = "TOKENS", default_value_t = 2, requires = "streams", help_heading = "Stall test",
+    /// Tokens each arriving prompt asks for [default: 2, with --compare 8]
+    #[arg(long, value_name = "TOKENS", requires = "background",
           value_parser = clap::value_parser!(u32).range(1..))]
-    pub(super) arrival_output_tokens: u32,
+    pub(super) arrival_output_tokens: Option<u32>,
 
-    /// Poisson arrivals, prompts a second
-    #[arg(long, value_name = "PER_SECOND", value_parser = positive, requires = "streams", help_heading = "Stall test")]
+    /// Poisson arrivals, prompts a second [default with --compare: half of what one prefill worker can compute]
+    #[arg(long, value_name = "PER_SECOND", value_parser = positive, requires = "background")]
     pub(super) arrival_rate: Option<f64>,
 
-    /// Seconds between arrivals [default: 2, unless --arrival-rate]
-    #[arg(long, value_name = "SECONDS", value_parser = seconds, requires = "streams",
-          conflicts_with = "arrival_rate", help_heading = "Stall test")]
+    /// Seconds between arrivals [default: 2, unless --arrival-rate or --compare]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, requires = "background",
+          conflicts_with = "arrival_rate")]
     pub(super) arrival_every: Option<Duration>,
 
-    /// Seconds that the background streams run alone first; their gaps are reported apart
-    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "3", requires = "streams",
-          help_heading = "Stall test")]
-    pub(super) quiet: Duration,
+    /// Seconds that the background streams run alone first; their gaps are reported apart [default: 3, with --compare 10]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, requires = "background")]
+    pub(super) quiet: Option<Duration>,
 }
 
 /// Measurements that need no cluster.
@@ -104,6 +117,8 @@ pub(crate) struct BenchOptions {
 pub(super) enum OtherBench {
     /// How fast KV moves between two workers of this machine, beside raw TCP and memcpy
     Transfer(TransferOptions),
+    /// How fast steps of the CPU engine are, beside what this machine's cores and memory can do
+    Engine(EngineOptions),
 }
 
 impl BenchOptions {
@@ -117,14 +132,14 @@ impl BenchOptions {
     }
 }
 
-fn positive(text: &str) -> Result<f64, String> {
+pub(super) fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
         _ => Err("a number above 0, up to 1000000".to_owned()),
     }
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+pub(super) fn seconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 86_400.0 => Ok(Duration::from_secs_f64(number)),
         _ => Err("seconds above 0, up to 86400".to_owned()),

@@ -4,6 +4,8 @@
 #[derive(Debug, Clone)]
 pub(super) struct Random(u64);
 
+const CENTURY_S: f64 = 3.2e9;
+
 impl Random {
     /// One of `2^64` independent-looking sequences of a seed.
     pub(super) fn new(seed: u64, sequence: u64) -> Self {
@@ -32,9 +34,10 @@ impl Random {
         low + (self.next_u64() % span) as u32
     }
 
-    /// Time to the next arrival of a Poisson process of `rate` arrivals a second, in seconds.
+    /// Time to the next arrival of a Poisson process of `rate` arrivals a second, in seconds; at most a century, so that it
+    /// fits every type of time.
     pub(super) fn exponential(&mut self, rate: f64) -> f64 {
-        -(1.0 - self.unit()).ln() / rate
+        (-(1.0 - self.unit()).ln() / rate).min(CENTURY_S)
     }
 }
 
@@ -69,5 +72,6 @@ mod tests {
         let drawn: Vec<u32> = (0..1000).map(|_| random.between(3, 6)).collect();
         assert_eq!((drawn.iter().min(), drawn.iter().max()), (Some(&3), Some(&6)));
         assert_eq!(random.between(5, 5), 5);
+        assert!(random.exponential(1e-300) <= CENTURY_S);
     }
 }

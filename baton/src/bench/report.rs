@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::Serialize;
 
+use super::drive::Run;
 use super::request::Record;
 use super::stats::{Samples, Summary};
 
@@ -138,36 +139,27 @@ pub(super) struct Stall {
     /// From the first arrival to the last answer.
     duration: Duration,
     /// Background streams that broke off.
-    pub(super) num_stream_errors: u64,
+    num_stream_errors: u64,
     quiet: Samples,
     itl: Samples,
     num_merged: u64,
 }
 
 impl Stall {
-    /// With the arriving prompts, before any background stream.
-    pub(super) fn new(arrivals: Measured, duration: Duration) -> Self {
-        Self { arrivals, duration, ..Self::default() }
-    }
-
-    /// Takes in a background stream. `[quiet, start, end]`: gaps that end in `quiet..start` are those without arrivals,
-    /// gaps that end in `start..end` those with.
-    pub(super) fn add_stream(&mut self, record: &Record, [quiet, start, end]: [Instant; 3]) {
-        for (at, gap) in record.gaps() {
-            if (quiet..start).contains(&at) {
-                self.quiet.push(ms(gap));
-            } else if (start..=end).contains(&at) {
-                self.itl.push(ms(gap));
-            }
-        }
-        // A stream that was silent to the very end shows its stall only in a gap that has not ended: it counts when it
-        // is already the stream's longest, and is left out when it is an ordinary gap cut short.
-        let silence = record.arrivals.last().map(|last| end.saturating_duration_since(*last));
-        let longest = record.gaps().map(|(_, gap)| gap).max();
-        if record.end == record.start && silence > longest {
-            self.itl.extend(silence.map(ms));
-        }
-        self.num_merged += record.num_merged;
+    /// What a run came to.
+    pub(super) fn of(run: &Run) -> Self {
+        let duration = run.end - run.start;
+        let mut stall = Self {
+            arrivals: Measured { duration, errors: run.errors.clone(), ..Measured::default() },
+            duration,
+            num_stream_errors: run.num_stream_errors,
+            ..Self::default()
+        };
+        run.arrivals.iter().for_each(|record| stall.arrivals.add(record));
+        stall.quiet.extend(run.victims_gaps(run.quiet, run.start).map(|(_, gap)| ms(gap)));
+        stall.itl.extend(run.victims_gaps(run.start, run.end).map(|(_, gap)| ms(gap)));
+        stall.num_merged = run.streams.iter().map(|record| record.num_merged).sum();
+        stall
     }
 
     /// What is reported.
@@ -226,13 +218,15 @@ impl StallReport {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
 
     fn record(start: Instant, at_ms: &[u64]) -> Record {
         let at = |ms: &u64| start + Duration::from_millis(*ms);
         let end = at_ms.last().map_or(start, at);
         let arrivals: Vec<Instant> = at_ms.iter().map(at).collect();
-        Record { start, num_tokens: arrivals.len() as u64, arrivals, num_merged: 0, end }
+        Record { num_tokens: arrivals.len() as u64, arrivals, end, ..Record::new(start) }
     }
 
     #[test]
@@ -253,13 +247,18 @@ mod tests {
         assert_eq!(json["duration_s"], 2.0);
     }
 
+    fn run(streams: Vec<Record>, [quiet, start, end]: [Instant; 3]) -> Run {
+        let (arrivals, errors) = (Vec::new(), BTreeMap::new());
+        Run { quiet, start, end, streams, num_stream_errors: 0, arrivals, errors }
+    }
+
     #[test]
     fn a_stalls_gaps_fall_into_their_windows() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
-        let mut stall = Stall::default();
         // Gaps end at 20 (before everything), 40 (quiet), 150 (with arrivals) and 500 (after).
-        stall.add_stream(&record(start, &[10, 20, 40, 150, 500]), [at(30), at(100), at(400)]);
+        let stream = record(start, &[10, 20, 40, 150, 500]);
+        let stall = Stall::of(&run(vec![stream], [at(30), at(100), at(400)]));
         let json = serde_json::to_value(stall.report()).unwrap();
         assert_eq!(json["streams"]["quiet_itl_ms"]["count"], 1);
         assert_eq!(json["streams"]["quiet_itl_ms"]["max"], 20.0);
@@ -272,10 +271,9 @@ mod tests {
     fn a_stream_that_never_spoke_again_counts_its_silence() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
-        let mut stall = Stall::default();
         let mut silent = record(start, &[10, 50]);
         silent.end = start;
-        stall.add_stream(&silent, [at(0), at(100), at(4000)]);
+        let stall = Stall::of(&run(vec![silent], [at(0), at(100), at(4000)]));
         assert_eq!(stall.itl.summary().unwrap().max, 3950.0);
     }
 }

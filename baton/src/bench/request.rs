@@ -6,10 +6,10 @@ use serde_json::json;
 
 use super::options::Lengths;
 use super::random::Random;
-use crate::client::{Client, ClientError};
+use crate::client::{Client, ClientError, KvReport};
 
 /// Prompts use ids from here up: the first ones are often special tokens.
-const FIRST_ID: u32 = 20;
+pub(super) const FIRST_ID: u32 = 20;
 
 /// What one request asks.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,11 +53,13 @@ pub(super) struct Record {
     pub(super) num_merged: u64,
     /// When the stream was complete.
     pub(super) end: Instant,
+    /// What the router says of the transfer of its KV.
+    pub(super) kv: Option<KvReport>,
 }
 
 impl Record {
     pub(super) fn new(start: Instant) -> Self {
-        Self { start, arrivals: Vec::new(), num_tokens: 0, num_merged: 0, end: start }
+        Self { start, arrivals: Vec::new(), num_tokens: 0, num_merged: 0, end: start, kv: None }
     }
 
     /// Time to the first token.
@@ -100,6 +102,7 @@ pub(super) async fn measure(
         "stream": true,
         "ignore_eos": true,
         "return_token_ids": true,
+        "stream_options": {"include_usage": true},
     });
     let mut events = client.stream("/v1/completions", &body).await?;
     while let Some(chunk) = events.next().await? {
@@ -112,6 +115,7 @@ pub(super) async fn measure(
             record.num_tokens += num_tokens;
             record.num_merged += num_tokens - 1;
         }
+        record.kv = chunk.baton.and_then(|report| report.kv).or(record.kv);
     }
     record.end = Instant::now();
     if record.num_tokens < u64::from(ask.output_tokens) {
@@ -148,6 +152,7 @@ mod tests {
             num_tokens: 5,
             num_merged: 2,
             end: at(51),
+            kv: None,
         };
         assert_eq!(record.ttft(), Some(Duration::from_millis(10)));
         let gaps: Vec<Duration> = record.gaps().map(|(_, gap)| gap).collect();

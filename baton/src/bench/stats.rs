@@ -30,6 +30,12 @@ impl Samples {
     }
 }
 
+impl FromIterator<f64> for Samples {
+    fn from_iter<T: IntoIterator<Item = f64>>(samples_ms: T) -> Self {
+        Self(samples_ms.into_iter().collect())
+    }
+}
+
 /// The nearest-rank percentile: the smallest sample such that at least `percent` of a hundred are not above it.
 fn nearest_rank(sorted: &[f64], percent: usize) -> Option<f64> {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);

@@ -115,6 +115,16 @@ impl Client {
         serde_json::from_slice(&bytes).map_err(|error| ClientError::Broken(error.to_string()))
     }
 
+    /// Gets a text.
+    ///
+    /// # Errors
+    /// As [`stream`](Self::stream).
+    pub(crate) async fn text(&self, path: &str) -> Result<String, ClientError> {
+        let response = self.send(Method::GET, path, Bytes::new()).await?;
+        let bytes = read_whole(response).await?;
+        String::from_utf8(bytes.into()).map_err(|error| ClientError::Broken(error.to_string()))
+    }
+
     /// Whether a path is answered with a success, whatever the body.
     pub(crate) async fn says_yes(&self, path: &str) -> bool {
         self.send(Method::GET, path, Bytes::new()).await.is_ok()

@@ -8,7 +8,7 @@ use super::nearest::nearest;
 use crate::exit::Failure;
 
 /// Commands that a configuration file speaks to.
-const CONFIGURED_COMMANDS: [&str; 4] = ["up", "router", "prefill-worker", "decode-worker"];
+const CONFIGURED_COMMANDS: [&str; 5] = ["up", "router", "prefill-worker", "decode-worker", "doctor"];
 
 /// Options of the command line itself that a file can't set.
 const NOT_IN_A_FILE: [&str; 3] = ["config", "help", "version"];
@@ -20,7 +20,9 @@ const NOT_IN_A_FILE: [&str; 3] = ["config", "help", "version"];
 /// [`Failure::Usage`] that names the key: unknown (with the nearest known one), of the wrong type, or out of bounds.
 pub(crate) fn apply(mut command: Command, file: Option<&ConfigFile>) -> Result<Command, Failure> {
     for name in CONFIGURED_COMMANDS {
-        command = command.mut_subcommand(name, |sub| sub.mut_args(lenient_switch));
+        if command.find_subcommand(name).is_some() {
+            command = command.mut_subcommand(name, |sub| sub.mut_args(lenient_switch));
+        }
     }
     command = command.mut_args(lenient_switch);
     let Some(file) = file else { return Ok(command) };
@@ -161,6 +163,7 @@ mod tests {
         Router(Options),
         PrefillWorker(Options),
         DecodeWorker(Options),
+        Doctor(Options),
     }
 
     #[derive(Args, Debug)]
@@ -190,7 +193,8 @@ mod tests {
             Commands::Up(options)
             | Commands::Router(options)
             | Commands::PrefillWorker(options)
-            | Commands::DecodeWorker(options) => options,
+            | Commands::DecodeWorker(options)
+            | Commands::Doctor(options) => options,
         }
     }
 

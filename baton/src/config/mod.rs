@@ -2,7 +2,7 @@
 //! variables win over it without any option being defined a second time.
 //!
 //! A key is an option's long name without the dashes. At the top level it applies to every command that has the
-//! option; in a section named after a command (`[up]`, `[router]`, `[prefill-worker]`, `[decode-worker]`) to that
+//! option; in a section named after a command (`[up]`, `[router]`, `[prefill-worker]`, `[decode-worker]`, `[doctor]`) to that
 //! command alone, and wins there.
 
 mod defaults;

@@ -10,6 +10,31 @@ pub(super) fn usable() -> Vec<usize> {
     within_quota(&cpus, cpu_quota().unwrap_or(cpus.len()), std::process::id() as usize)
 }
 
+/// `count` of the [`usable`] cores, on as many physical cores as there are; fewer where there are not so many.
+pub(crate) fn far_apart(count: usize) -> Vec<usize> {
+    spread(&usable(), first_sibling, count)
+}
+
+/// Takes first the CPUs that are the first taken of their core, then the others.
+fn spread(cpus: &[usize], core: impl Fn(usize) -> usize, count: usize) -> Vec<usize> {
+    let (mut firsts, mut others, mut seen) = (Vec::new(), Vec::new(), Vec::new());
+    for &cpu in cpus {
+        let core = core(cpu);
+        if seen.contains(&core) {
+            others.push(cpu);
+        } else {
+            seen.push(core);
+            firsts.push(cpu);
+        }
+    }
+    firsts.into_iter().chain(others).take(count).collect()
+}
+
+/// Where `up` runs everything but the compute of one prefill and one decode worker that share `cpus`; empty for one CPU.
+pub(crate) fn beside_prefill(cpus: &[usize]) -> Vec<usize> {
+    share_out(cpus, Fleet { num_prefill: 1, num_decode: 1 }).beside
+}
+
 /// Under a quota smaller than the mask other containers share these cores, so the choice starts at a different one in
 /// each process instead of at everyone's CPU 0.
 fn within_quota(cpus: &[usize], quota: usize, salt: usize) -> Vec<usize> {
@@ -88,7 +113,7 @@ fn among(cpus: &[usize], num_workers: usize) -> Vec<Vec<usize>> {
 }
 
 /// As `--cpus` takes it.
-pub(super) fn as_list(cpus: &[usize]) -> String {
+pub(crate) fn as_list(cpus: &[usize]) -> String {
     cpus.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
 }
 
@@ -144,6 +169,16 @@ mod tests {
         assert_eq!(colocated.decode, [[0, 1], [2, 3]]);
         assert!(colocated.beside.is_empty());
         assert_eq!(shares(2, 0, 4).decode, [[0], [1], [0], [1]]);
+    }
+
+    #[test]
+    fn siblings_come_last() {
+        let core = |cpu: usize| cpu / 2;
+        assert_eq!(spread(&[0, 1, 2, 3], core, 2), [0, 2]);
+        assert_eq!(spread(&[0, 1, 2, 3], core, 3), [0, 2, 1]);
+        assert_eq!(spread(&[5], core, 2), [5]);
+        assert_eq!(beside_prefill(&[4, 6]), [6]);
+        assert_eq!(beside_prefill(&[4]), [0; 0]);
     }
 
     #[test]

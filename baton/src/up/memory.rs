@@ -1,6 +1,6 @@
 //! How much memory the workers may take for KV, given that they share one machine.
 
-use baton_engine::{CpuEngineConfig, Precision, memory_needed};
+use baton_engine::EnginePlan;
 use baton_model::Model;
 use baton_worker::{
     ByteSize, MemoryNeed, MemoryPlan, WorkerConfig, WorkerError, memory_available_bytes, memory_limit_bytes,
@@ -30,28 +30,10 @@ pub(super) struct MemoryShare {
 /// [`Failure::Memory`] when not every worker can hold one whole context; says what fits. [`Failure::Usage`] when more
 /// context is asked for than the model has, [`Failure::Model`] when the engine can't run it.
 pub(super) fn plan(model: &Model, config: &WorkerConfig, num_workers: u64) -> Result<MemoryShare, Failure> {
-    let most = model.config.context;
-    let context = config.context.map_or(most, |context| context as usize);
-    if context > most {
-        return Err(Failure::Usage(format!("--context {context}: the model's own is {most} tokens")));
-    }
-    let engine = CpuEngineConfig {
-        block_size: config.block_size,
-        kv_dtype: config.kv_dtype,
-        precision: if config.precision == "f32" { Precision::F32 } else { Precision::Auto },
-        num_threads: config.num_threads(),
-        max_step_tokens: config.max_step_tokens as usize,
-        ..CpuEngineConfig::default()
-    };
-    let needed = memory_needed(model, &engine).map_err(|error| Failure::Model(error.to_string()))?;
-    let need = MemoryNeed {
-        block_bytes: needed.block_bytes,
-        block_size: config.block_size,
-        other_bytes: needed.weights_bytes + needed.scratch_bytes + BASE_BYTES,
-        context,
-        max_num_seqs: config.max_num_seqs as usize,
-        kv_memory: config.kv_memory,
-    };
+    let context = config.context_of(&model.config)?;
+    let engine = EnginePlan::new(model, &config.engine_config()?).map_err(WorkerError::from)?;
+    let mut need = MemoryNeed::new(config, context, engine.memory);
+    need.other_bytes += BASE_BYTES;
     share(need, memory_available_bytes().into_iter().chain(memory_limit_bytes()).min(), num_workers)
 }
 

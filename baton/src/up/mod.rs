@@ -18,19 +18,27 @@ mod restarts;
 mod supervise;
 mod warm_up;
 
+pub(crate) use cores::{as_list, beside_prefill, far_apart};
 pub(crate) use options::{PassedOn, UpOptions, adjust};
+pub(crate) use process::{Launch, describe as describe_end, start as start_again, stop as stop_child};
 pub(crate) use progress::Bar;
+pub(crate) use supervise::Interrupts;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use baton_model::{Model, ModelName, ModelSource, ResolveOptions};
 
 use self::checklist::{Checklist, line};
 use self::plan::{Given, Plan};
-use self::supervise::{Interrupts, Supervisor};
+use self::supervise::Supervisor;
 use crate::exit::Failure;
 use crate::version;
+
+/// Chats that may fail before `up` does.
+const WARM_UP_TRIES: u32 = 3;
+const WARM_UP_PAUSE: Duration = Duration::from_secs(1);
 
 /// What `up` needs to know.
 #[derive(Debug)]
@@ -76,6 +84,11 @@ async fn start(up: &Up, supervisor: &mut Supervisor) -> Result<(), Failure> {
     let mut list = Checklist::new(&format!("baton {}", version::line()));
     options.worker.check().map_err(|error| Failure::Usage(error.to_string()))?;
     check_ports(options)?;
+    options.tracing.check()?;
+    if let Some(folder) = &options.traces {
+        let failed = |error| Failure::Usage(format!("--traces {}: {error}", folder.display()));
+        std::fs::create_dir_all(folder).map_err(failed)?;
+    }
     list.done("ports", &format!("HTTP {}, gRPC {}", options.http_port, options.grpc_port));
 
     let (source, model) = load_model(options).await?;
@@ -99,11 +112,31 @@ async fn start(up: &Up, supervisor: &mut Supervisor) -> Result<(), Failure> {
     supervisor.all_ready().await?;
     list.done("router", "ready");
 
-    let base = format!("http://127.0.0.1:{}", options.http_port);
-    let outcome = supervisor.beside(warm_up::chat(&base)).await?;
+    let outcome = warm_up(options, supervisor).await?;
     list.done("warm-up", &outcome);
     say_ready(options, list.total_seconds());
     Ok(())
+}
+
+/// A process that dies under the chat is started again; that is no reason to give up.
+async fn warm_up(options: &UpOptions, supervisor: &mut Supervisor) -> Result<String, Failure> {
+    let base = format!("http://127.0.0.1:{}", options.http_port);
+    let mut tries_left = WARM_UP_TRIES;
+    loop {
+        tries_left -= 1;
+        let failure = match supervisor.beside(warm_up::chat(&base)).await {
+            Err(failure) if tries_left > 0 => failure,
+            outcome => return outcome,
+        };
+        line(&format!("{failure}; trying again"));
+        // By then the deaths of processes that broke it were heard of.
+        let pause = async {
+            tokio::time::sleep(WARM_UP_PAUSE).await;
+            Ok(())
+        };
+        supervisor.beside(pause).await?;
+        supervisor.all_ready().await?;
+    }
 }
 
 fn check_ports(options: &UpOptions) -> Result<(), Failure> {

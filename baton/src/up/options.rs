@@ -1,14 +1,16 @@
 //! Options of `baton up`, and which of them its children are given.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
-use baton_router::PlacementConfig;
+use baton_router::{PlacementConfig, SloConfig};
 use baton_worker::{DEFAULT_TOKENS_PER_SEQUENCE, WorkerConfig};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use crate::config::ConfigFile;
 use crate::exit::Failure;
+use crate::tracing::TracingArgs;
 
 /// Options of `baton up`; those of the workers are the workers' own and are passed on to each of them.
 #[derive(Debug, Clone, clap::Args)]
@@ -37,9 +39,21 @@ pub(crate) struct UpOptions {
           value_parser = clap::value_parser!(u16).range(1..))]
     pub(super) grpc_port: u16,
 
+    /// Where the spans of all processes go.
+    #[command(flatten)]
+    pub(super) tracing: TracingArgs,
+
+    /// Folder for the spans of all processes, a file each, as --trace-file of the roles [default: none]
+    #[arg(long, env = "BATON_TRACES", value_name = "DIR", help_heading = "Traces")]
+    pub(super) traces: Option<PathBuf>,
+
     /// How the router places requests.
     #[command(flatten)]
     pub(super) placement: PlacementConfig,
+
+    /// What the router counts as slow.
+    #[command(flatten)]
+    pub(super) slo: SloConfig,
 
     /// The options that every worker is given.
     #[command(flatten)]
@@ -209,6 +223,15 @@ mod tests {
         let passed = passed("", "up --placement round-robin --max-local-tokens 64").unwrap();
         assert_eq!(arguments(&passed, "router"), ["--placement=round-robin", "--max-local-tokens=64"]);
         assert_eq!(arguments(&passed, "prefill-worker"), [""; 0]);
+    }
+
+    #[test]
+    fn where_spans_go_is_for_all_and_what_is_slow_for_the_router() {
+        let line = "up --otlp-endpoint http://127.0.0.1:4317 --trace-sample-ratio 0.5 --slo-ttft-ms 500 --traces here";
+        let passed = passed("", line).unwrap();
+        let traces = ["--otlp-endpoint=http://127.0.0.1:4317", "--trace-sample-ratio=0.5"];
+        assert_eq!(arguments(&passed, "decode-worker"), traces);
+        assert_eq!(arguments(&passed, "router"), [traces[0], traces[1], "--slo-ttft-ms=500"]);
     }
 
     #[test]

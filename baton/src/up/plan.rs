@@ -103,7 +103,8 @@ impl Plan {
         let given_io = given.options.worker.io_cpus.as_ref().map(ToString::to_string);
         let beside = (!self.beside.is_empty()).then(|| as_list(&self.beside));
         planned.extend(given_io.or(beside).map(|list| ("io-cpus", list)));
-        let launch = Launch { arguments: arguments(given, role, &planned), cpus: Vec::new() };
+        planned.extend(trace_file(given, &name));
+        let launch = Launch { arguments: arguments(given, role, &planned), ..Launch::default() };
         let address = Address::Chosen(folder.join(format!("{name}.address")));
         self.workers.push(Role { index: self.workers.len(), name, launch, address });
     }
@@ -112,7 +113,8 @@ impl Plan {
     pub(super) fn router(&self, given: Given<'_>, workers: &[SocketAddr]) -> Role {
         let options = given.options;
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-        let planned = [("model", self.model.clone())];
+        let mut planned = vec![("model", self.model.clone())];
+        planned.extend(trace_file(given, ROUTER));
         let mut arguments = arguments(given, ROUTER, &planned);
         let mut push = |key: &str, value: String| arguments.push(format!("--{key}={value}").into());
         push("http-listen", local(options.http_port).to_string());
@@ -126,7 +128,7 @@ impl Plan {
         Role {
             name: ROUTER.to_owned(),
             index: self.workers.len(),
-            launch: Launch { arguments, cpus: self.beside.clone() },
+            launch: Launch { arguments, cpus: self.beside.clone(), ..Launch::default() },
             address: Address::Fixed(local(options.http_port)),
         }
     }
@@ -138,6 +140,12 @@ fn arguments(given: Given<'_>, role: &str, planned: &[(&str, String)]) -> Vec<Os
     arguments.extend(given.passed.arguments(role));
     arguments.extend(planned.iter().filter_map(|(key, value)| given.passed.planned(role, key, value)));
     arguments
+}
+
+/// Where a process writes its spans.
+fn trace_file(given: Given<'_>, name: &str) -> Option<(&'static str, String)> {
+    let folder = given.options.traces.as_ref()?;
+    Some(("trace-file", folder.join(format!("{name}.jsonl")).display().to_string()))
 }
 
 /// The model as a child is told it: what was resolved once, so that nobody resolves it again.

@@ -9,11 +9,13 @@ use tokio::process::{Child, Command};
 
 /// What to run.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Launch {
+pub(crate) struct Launch {
     /// Arguments after the program's name.
-    pub(super) arguments: Vec<OsString>,
+    pub(crate) arguments: Vec<OsString>,
+    /// Environment variables besides this process's own.
+    pub(crate) environment: Vec<(&'static str, String)>,
     /// CPUs the whole process is bound to; empty for no bound.
-    pub(super) cpus: Vec<usize>,
+    pub(crate) cpus: Vec<usize>,
 }
 
 /// Starts this very executable again. Standard input is empty; output comes through pipes. The child is in a process
@@ -25,10 +27,10 @@ pub(super) struct Launch {
 ///
 /// # Errors
 /// The system's.
-pub(super) fn start(launch: &Launch) -> io::Result<Child> {
+pub(crate) fn start(launch: &Launch) -> io::Result<Child> {
     let program = std::env::current_exe()?;
     let mut command = Command::new(program);
-    command.args(&launch.arguments);
+    command.args(&launch.arguments).envs(launch.environment.iter().map(|(name, value)| (name, value)));
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command.env("BATON_PARENT_PID", std::process::id().to_string());
     command.process_group(0).kill_on_drop(true);
@@ -72,7 +74,7 @@ fn bind_to_parent(command: &mut Command, cpus: &[usize]) {
 
 /// Asks the child to end (SIGTERM) and kills it when it has not done so after `patience`, or at once when `now`
 /// becomes ready.
-pub(super) async fn stop(child: &mut Child, patience: Duration, now: impl Future<Output = ()>) {
+pub(crate) async fn stop(child: &mut Child, patience: Duration, now: impl Future<Output = ()>) {
     if let Some(pid) = child.id().and_then(|pid| libc::pid_t::try_from(pid).ok()) {
         // SAFETY: plain system call without pointers; the child was not waited for yet, so the number is still its own.
         unsafe { libc::kill(pid, libc::SIGTERM) };
@@ -87,7 +89,7 @@ pub(super) async fn stop(child: &mut Child, patience: Duration, now: impl Future
 }
 
 /// How a child ended, for a person.
-pub(super) fn describe(status: ExitStatus) -> String {
+pub(crate) fn describe(status: ExitStatus) -> String {
     use std::os::unix::process::ExitStatusExt;
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("ended with exit code {code}"),
@@ -120,7 +122,7 @@ mod tests {
         let cpu = baton_worker::CpuList::allowed().unwrap().as_slice()[0];
         let arguments =
             ["up::process::tests::child_that_waits", "--exact", "--nocapture"].map(OsString::from).to_vec();
-        let mut child = start(&Launch { arguments, cpus: vec![cpu] }).unwrap();
+        let mut child = start(&Launch { arguments, cpus: vec![cpu], ..Launch::default() }).unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let cpus = loop {
             let line = lines.next_line().await.unwrap().unwrap();

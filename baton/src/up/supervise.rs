@@ -19,7 +19,7 @@ const EVENTS: usize = 256;
 const GRACE: Duration = Duration::from_secs(1);
 
 /// What is asked from outside: to stop, and to stop at once.
-pub(super) struct Interrupts {
+pub(crate) struct Interrupts {
     interrupt: Signal,
     terminate: Signal,
     hang_up: Signal,
@@ -28,7 +28,7 @@ pub(super) struct Interrupts {
 impl Interrupts {
     /// # Errors
     /// [`Failure::Unexpected`] when the system allows no handler.
-    pub(super) fn listen() -> Result<Self, Failure> {
+    pub(crate) fn listen() -> Result<Self, Failure> {
         let of = |kind| {
             signal(kind).map_err(|error| Failure::Unexpected(format!("can't handle signals: {error}")))
         };
@@ -40,7 +40,7 @@ impl Interrupts {
     }
 
     /// Ctrl-C, SIGTERM, or the terminal is gone.
-    pub(super) async fn first(&mut self) {
+    pub(crate) async fn first(&mut self) {
         tokio::select! {
             _ = self.interrupt.recv() => {}
             _ = self.terminate.recv() => {}
@@ -49,7 +49,7 @@ impl Interrupts {
     }
 
     /// Another Ctrl-C.
-    pub(super) async fn second(mut self) {
+    pub(crate) async fn second(mut self) {
         self.interrupt.recv().await;
     }
 }

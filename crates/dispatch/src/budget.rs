@@ -16,7 +16,11 @@ pub(crate) struct Budget {
     lost: Vec<InstanceId>,
     num_retries: u32,
     num_replacements: u32,
+    num_left: u32,
 }
+
+/// Workers that a request leaves at no charge. More than a fleet has that is restarted while a request runs, and a bound all the same.
+const MAX_LEFT: u32 = 64;
 
 #[derive(Debug)]
 struct Blame {
@@ -38,6 +42,7 @@ impl Budget {
             lost: Vec::new(),
             num_retries: 0,
             num_replacements: 0,
+            num_left: 0,
         }
     }
 
@@ -72,6 +77,27 @@ impl Budget {
             self.blame(worker);
         }
         Ok(self.num_retries.saturating_sub(1))
+    }
+
+    /// The `nth` attempt has to leave this worker, which ends in good order. False when that is to be charged like a failure: it was left before,
+    /// and was chosen again.
+    pub(crate) fn leave(&mut self, worker: InstanceId, nth: u32) -> bool {
+        if let Some(blame) = self.blamed.iter().find(|blame| blame.worker == worker) {
+            return nth <= blame.num_opened;
+        }
+        let is_free = self.num_left < MAX_LEFT;
+        if is_free {
+            self.num_left += 1;
+            self.blame(worker);
+        }
+        is_free
+    }
+
+    /// This worker is no better place for what comes next; somebody else was charged.
+    pub(crate) fn shun(&mut self, worker: InstanceId) {
+        if self.blamed.iter().all(|blame| blame.worker != worker) {
+            self.blame(worker);
+        }
     }
 
     /// This worker had no room. Answers how many placements were repeated before this one.

@@ -37,7 +37,7 @@ impl Request {
         match verdict {
             Verdict::Ignore => self.ignored += 1,
             Verdict::GiveUp => self.close_and_end(RequestEnd::Failed { cause, retry_after_ms: None }),
-            Verdict::Resume if self.is_held(at, blamed) => {
+            Verdict::Resume if self.is_held(at, cause, blamed) => {
                 self.groups[at].preempted = true;
                 self.place_decode(at);
             }
@@ -47,6 +47,7 @@ impl Request {
                     self.place(to);
                 }
             }
+            Verdict::MoveOn => self.move_on(now, at, cause, blamed),
             Verdict::WorkerLost => match self.budget.lose(blamed) {
                 Ok(()) => self.retry(now, at, cause, blamed),
                 Err(Spent) => self.close_and_end(RequestEnd::Failed { cause, retry_after_ms: None }),
@@ -76,13 +77,32 @@ impl Request {
     fn retry(&mut self, now: Time, at: usize, cause: Cause, blamed: InstanceId) {
         let nth = self.groups[at].live().map_or(0, |live| live.nth);
         match self.budget.retry(blamed, nth) {
-            Ok(_) if self.is_held(at, blamed) => self.place_decode(at),
+            Ok(_) if self.is_held(at, cause, blamed) => {
+                // Also when the prefill worker was charged, because the two don't hear each other.
+                if let Some(decode) = self.groups[at].live().map(|live| live.placed.decode) {
+                    self.budget.shun(decode);
+                }
+                self.place_decode(at);
+            }
             Ok(before) => {
                 for to in self.regroup(at) {
                     self.back_off(now, to, before);
                 }
             }
             Err(Spent) => self.fail(cause),
+        }
+    }
+
+    fn move_on(&mut self, now: Time, at: usize, cause: Cause, blamed: InstanceId) {
+        let nth = self.groups[at].live().map_or(0, |live| live.nth);
+        if !self.budget.leave(blamed, nth) {
+            return self.retry(now, at, cause, blamed);
+        }
+        if self.is_held(at, cause, blamed) {
+            return self.place_decode(at);
+        }
+        for to in self.regroup(at) {
+            self.place(to);
         }
     }
 

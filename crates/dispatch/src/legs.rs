@@ -93,7 +93,11 @@ impl Request {
             }
             DecodeFact::Started => {
                 live.started = true;
+                let redirected = live.redirected;
                 self.groups[at].preempted = false;
+                if redirected {
+                    self.stop_finished(at);
+                }
                 return;
             }
             DecodeFact::Token { sequence, token } => return self.decoded(now, at, sequence, token),

@@ -2,7 +2,7 @@
 //!
 //! The failure is charged as ever. What can't be redirected after all starts over, at no further charge.
 
-use baton_handoff::{HandoffKey, InstanceId};
+use baton_handoff::{Cause, HandoffKey, InstanceId};
 
 use crate::attempt::Attempt;
 use crate::failure::Failure;
@@ -10,9 +10,11 @@ use crate::group::{Group, Stage};
 use crate::{Legs, Placed, PrefillFact, Request, RequestAction, Time};
 
 impl Request {
-    /// Whether the blamed worker is the decode worker of a group whose KV is held.
-    pub(crate) fn is_held(&mut self, at: usize, blamed: InstanceId) -> bool {
-        self.groups[at].live().is_some_and(|live| live.placed.decode == blamed && live.is_held())
+    /// Whether the group's KV is held, by a worker that the failure leaves out: the decode worker is blamed, or lost a prefill worker that is
+    /// still heard here.
+    pub(crate) fn is_held(&mut self, at: usize, cause: Cause, blamed: InstanceId) -> bool {
+        let spares = |live: &Attempt| live.placed.decode == blamed || cause == Cause::PeerLost;
+        self.groups[at].live().is_some_and(|live| live.is_held() && spares(live))
     }
 
     pub(crate) fn redirecting(&self, number: u32) -> Option<usize> {
@@ -61,6 +63,17 @@ impl Request {
         group.attempt += 1;
         group.stage = Stage::Running(Attempt::redirected(placed, legs, self.budget.open()));
         self.actions.push_back(RequestAction::Redirect(legs));
+    }
+
+    /// Another decode worker runs the whole group: what was stopped before it was asked is stopped there too.
+    pub(crate) fn stop_finished(&mut self, at: usize) {
+        let Some(attempt) = self.groups[at].live().map(|live| live.legs.key.attempt) else { return };
+        let group = self.groups[at].number;
+        for sequence in self.groups[at].sequences() {
+            if !self.owns(at, sequence) {
+                self.actions.push_back(RequestAction::StopSequence { group, attempt, sequence });
+            }
+        }
     }
 
     /// What the Prefill leg says while another decode worker is looked for.

@@ -59,6 +59,8 @@ pub enum Verdict {
     PlaceAgain,
     /// Nobody is to blame: resume at once, at the expense of no budget.
     Resume,
+    /// The worker lets go in good order: go on elsewhere at once, at the expense of no budget the first time that it says so.
+    MoveOn,
     /// Trying again would give the same.
     GiveUp,
     /// Not a failure of the attempt; the other leg says how it goes on.
@@ -70,7 +72,8 @@ impl Verdict {
     /// * `TooLarge` and `Protocol` come back wherever the request goes (workers of a fleet are alike), so they end it;
     /// * `Engine` stops the worker that says it, so it counts like a lost worker: tried once more, then given up;
     /// * `Deadline` and `SlowReader` are about the client;
-    /// * `Cancelled` without a cancel of ours is a worker that lets go, like `Draining`;
+    /// * `Draining` is a worker that was asked to end: a fleet that is restarted worker by worker uses up no request's budget;
+    /// * `Cancelled` without a cancel of ours is a worker that lets go, for no reason that is known;
     /// * `Preempted` gave its blocks to others, as a worker must when its pool is full;
     /// * `NotNeeded` follows finished first tokens, which end the group when they arrive.
     pub const fn of(cause: Cause) -> Self {
@@ -80,6 +83,7 @@ impl Verdict {
             Cause::TooLarge | Cause::Protocol | Cause::Deadline | Cause::SlowReader => Self::GiveUp,
             Cause::NotNeeded => Self::Ignore,
             Cause::Preempted => Self::Resume,
+            Cause::Draining => Self::MoveOn,
             Cause::Cancelled
             | Cause::Duplicate
             | Cause::WrongInstance
@@ -87,7 +91,6 @@ impl Verdict {
             | Cause::Corrupt
             | Cause::PeerLost
             | Cause::NotFound
-            | Cause::Draining
             | Cause::Expired => Self::Retry,
         }
     }

@@ -100,22 +100,29 @@ impl Arena {
     }
 
     /// Calls `copy(offset in the block, offset in the canonical slice, bytes)` for every run of bytes that both orders
-    /// keep together: elements of K, rows of V.
+    /// keep together: elements of K, rows of V, and scales, each of which ends its row in the slice.
     ///
     /// # Safety
     /// `copy` is sound for offsets within a block and within a slice of `num_tokens` tokens.
     unsafe fn each_run(&self, num_tokens: usize, mut copy: impl FnMut(usize, usize, usize)) {
         let l = &self.layout;
-        let (size, row) = (l.dtype.size(), l.head_dim * l.dtype.size());
+        let (size, scale) = (l.dtype.size(), l.dtype.scale_bytes());
+        let (elements, row) = (l.head_dim * size, l.dtype.row_bytes(l.head_dim));
         let v_block = l.block_layer_bytes() / 2;
+        let scales = l.num_kv_heads * l.block_size * elements;
         let v_slice = l.num_kv_heads * num_tokens * row;
         for head in 0..l.num_kv_heads {
             for token in 0..num_tokens {
                 let to = (head * num_tokens + token) * row;
+                let slot = head * l.block_size + token;
                 for dim in 0..l.head_dim {
                     copy(((head * l.head_dim + dim) * l.block_size + token) * size, to + dim * size, size);
                 }
-                copy(v_block + (head * l.block_size + token) * row, v_slice + to, row);
+                copy(v_block + slot * elements, v_slice + to, elements);
+                if scale > 0 {
+                    copy(scales + slot * scale, to + elements, scale);
+                    copy(v_block + scales + slot * scale, v_slice + to + elements, scale);
+                }
             }
         }
     }
@@ -145,6 +152,22 @@ impl BlockMemory for Arena {
         // SAFETY: `place` covers `want` bytes; the lease is the only writer of the block (it is not `Clone`) and
         // pins it even after a fence, and nobody reads a reserved block before it is committed.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, want) };
+        Ok(())
+    }
+
+    fn fill(
+        &self,
+        lease: &WriteLease,
+        layer: usize,
+        nth: usize,
+        fill: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<(), MemoryError> {
+        let place = self.place(layer, nth, lease.block(nth), lease.len())?;
+        if lease.is_fenced() {
+            return Err(MemoryError::Fenced);
+        }
+        // SAFETY: as in `write`, and the block was zeroed or written before: its bytes are this call's alone.
+        fill(unsafe { std::slice::from_raw_parts_mut(place, self.layout.block_layer_bytes()) });
         Ok(())
     }
 

@@ -7,13 +7,17 @@ use baton_kv::{BlockPool, BlockSlice, BlockTable, KvDtype};
 use super::*;
 
 fn arena(num_blocks: usize) -> Arena {
+    arena_of(KvDtype::F16, num_blocks)
+}
+
+fn arena_of(dtype: KvDtype, num_blocks: usize) -> Arena {
     let layout = KvLayout {
         model_digest: [0; 32],
         num_layers: 3,
         num_kv_heads: 2,
         head_dim: 16,
         block_size: 16,
-        dtype: KvDtype::F16,
+        dtype,
         arrangement: "test".into(),
         numerics_id: "test".into(),
     };
@@ -150,17 +154,20 @@ fn no_blocks_and_too_many_are_errors() {
 /// A block in canonical order, from the bytes of a block in the arena's.
 fn canonical(layout: &KvLayout, block: &[u8], num_tokens: usize) -> Vec<u8> {
     let (heads, dims, tokens) = (layout.num_kv_heads, layout.head_dim, layout.block_size);
-    let element = |i: usize| [block[2 * i], block[2 * i + 1]];
+    let (size, scale) = (layout.dtype.size(), layout.dtype.scale_bytes());
     let mut out = Vec::new();
-    for is_v in [false, true] {
+    for (half, is_v) in block.chunks_exact(block.len() / 2).zip([false, true]) {
+        let (elements, scales) = half.split_at(heads * dims * tokens * size);
         for head in 0..heads {
             for token in 0..num_tokens {
                 for dim in 0..dims {
-                    out.extend(match is_v {
-                        false => element((head * dims + dim) * tokens + token),
-                        true => element((heads + head) * dims * tokens + token * dims + dim),
-                    });
+                    let nth = match is_v {
+                        false => (head * dims + dim) * tokens + token,
+                        true => (head * tokens + token) * dims + dim,
+                    };
+                    out.extend_from_slice(&elements[nth * size..][..size]);
                 }
+                out.extend_from_slice(&scales[(head * tokens + token) * scale..][..scale]);
             }
         }
     }
@@ -169,7 +176,11 @@ fn canonical(layout: &KvLayout, block: &[u8], num_tokens: usize) -> Vec<u8> {
 
 #[test]
 fn gather_gives_canonical_order_and_scatter_takes_it_back() {
-    let arena = arena(6);
+    KvDtype::ALL.into_iter().for_each(canonical_there_and_back);
+}
+
+fn canonical_there_and_back(dtype: KvDtype) {
+    let arena = arena_of(dtype, 6);
     let pool = BlockPool::new(6);
     let (source, target) = (table(&pool, 3), table(&pool, 3));
     let len = arena.layout().block_layer_bytes();
@@ -181,19 +192,20 @@ fn gather_gives_canonical_order_and_scatter_takes_it_back() {
         let mut out = vec![9];
         arena.gather(&source.read_lease(), at, &mut out).unwrap();
         assert_eq!(out[0], 9, "what was there stays");
-        assert_eq!(out[1..], canonical(arena.layout(), &bytes, num_tokens));
+        assert_eq!(out.len() - 1, num_tokens * arena.layout().token_bytes() / arena.layout().num_layers);
+        assert_eq!(out[1..], canonical(arena.layout(), &bytes, num_tokens), "{dtype}");
         let write = target.write_lease(0).unwrap();
         arena.write(&write, 2, 1, &old).unwrap();
         arena.scatter(&write, at, &out[1..]).unwrap();
         let now = arena.read(&target.read_lease(), 2, 1).unwrap().to_vec();
-        assert_eq!(canonical(arena.layout(), &now, num_tokens), out[1..]);
+        assert_eq!(canonical(arena.layout(), &now, num_tokens), out[1..], "{dtype}");
         // Tokens beyond the slice keep their bytes.
         let rest = |block: &[u8]| {
-            let row = arena.layout().head_dim * 2;
+            let row = dtype.row_bytes(arena.layout().head_dim);
             let all = canonical(arena.layout(), block, 16);
             all.chunks(16 * row).flat_map(|head| head[num_tokens * row..].to_vec()).collect::<Vec<u8>>()
         };
-        assert_eq!(rest(&now), rest(&old));
+        assert_eq!(rest(&now), rest(&old), "{dtype}");
     }
 }
 

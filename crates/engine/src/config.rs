@@ -1,5 +1,8 @@
 //! How an engine is built.
 
+use std::fmt;
+use std::str::FromStr;
+
 use baton_kv::{KvDtype, KvLayout};
 use baton_model::{Model, ModelConfig};
 
@@ -7,7 +10,7 @@ use crate::error::EngineBuildError;
 use crate::kernels::{Isa, Kernels, MAX_HEAD_DIM, TILE_TOKENS};
 use crate::scratch;
 use crate::source::WeightSource;
-use crate::weights::ModelWeights;
+use crate::weights::WeightPlan;
 
 /// What the matrix products compute in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -28,6 +31,43 @@ impl Precision {
     }
 }
 
+/// Whether matrices are made smaller while they are loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Quantize {
+    /// They are kept as they are stored.
+    #[default]
+    None,
+    /// F32, F16 and BF16 are rounded to 8 bits, 32 elements to a scale; refused for what is quantised already.
+    Int8,
+}
+
+impl Quantize {
+    /// The name used on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Int8 => "int8",
+        }
+    }
+}
+
+impl fmt::Display for Quantize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Quantize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        [Self::None, Self::Int8]
+            .into_iter()
+            .find(|quantize| quantize.name() == text)
+            .ok_or_else(|| format!("unknown quantisation '{text}': none or int8"))
+    }
+}
+
 /// A CPU engine's settings.
 #[derive(Clone, Debug)]
 pub struct CpuEngineConfig {
@@ -39,6 +79,8 @@ pub struct CpuEngineConfig {
     pub kv_dtype: KvDtype,
     /// Arithmetic of the matrix products.
     pub precision: Precision,
+    /// What becomes of the weights while they are loaded.
+    pub quantize: Quantize,
     /// Threads that compute a step, the caller's included: 1 to 1024.
     pub num_threads: usize,
     /// Cores to pin them to, the caller's thread to the first; `None` leaves them free.
@@ -57,6 +99,7 @@ impl Default for CpuEngineConfig {
             block_size: 16,
             kv_dtype: KvDtype::F16,
             precision: Precision::Auto,
+            quantize: Quantize::None,
             num_threads: 1,
             cpus: None,
             max_step_tokens: 512,
@@ -76,23 +119,51 @@ pub struct MemoryNeeded {
     pub block_bytes: usize,
 }
 
-/// What an engine of this model with these settings takes, so that `num_blocks` can be chosen to fill a budget.
-/// `config.num_blocks` is not looked at.
-///
-/// # Errors
-/// As [`crate::CpuEngine::new`], for settings out of bounds and for a model that the engine can't run.
-pub fn memory_needed(model: &Model, config: &CpuEngineConfig) -> Result<MemoryNeeded, EngineBuildError> {
-    let config = CpuEngineConfig { num_blocks: 1, ..config.clone() };
-    let kernels = config.check(&model.config)?;
-    let layout = kv_layout(model, &config, kernels, None);
-    Ok(MemoryNeeded {
-        weights_bytes: ModelWeights::bytes_needed(model)?,
-        scratch_bytes: scratch::bytes_needed(&model.config, &config),
-        block_bytes: layout.block_bytes(),
-    })
+/// What an engine would be and take, known before anything is loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EnginePlan {
+    /// Its memory.
+    pub memory: MemoryNeeded,
+    /// Its kernels.
+    pub isa: Isa,
+    /// Whether activations are rounded to 8 bits where they meet quantised weights.
+    pub is_int8: bool,
+    /// How the matrices are kept: `q4_1+q8_0`.
+    pub weight_format: String,
+    /// How it lays out KV, its numerics id included.
+    pub layout: KvLayout,
+}
+
+impl EnginePlan {
+    /// Plans, so that `num_blocks`, which is not looked at, can be chosen to fill a budget.
+    ///
+    /// # Errors
+    /// As [`crate::CpuEngine::new`], for settings out of bounds and for a model that the engine can't run.
+    pub fn new(model: &Model, config: &CpuEngineConfig) -> Result<EnginePlan, EngineBuildError> {
+        let config = CpuEngineConfig { num_blocks: 1, ..config.clone() };
+        let kernels = config.check(&model.config)?;
+        let weights = WeightPlan::new(model, config.quantize)?;
+        let layout = kv_layout(model, &config, kernels, &weights);
+        Ok(EnginePlan {
+            memory: MemoryNeeded {
+                weights_bytes: weights.num_bytes,
+                scratch_bytes: scratch::bytes_needed(&model.config, &config),
+                block_bytes: layout.block_bytes(),
+            },
+            isa: kernels.isa,
+            is_int8: config.is_int8(&weights),
+            weight_format: weights.format_name(),
+            layout,
+        })
+    }
 }
 
 impl CpuEngineConfig {
+    /// Whether quantised weights meet quantised activations in this model.
+    pub(crate) fn is_int8(&self, weights: &WeightPlan) -> bool {
+        self.precision.is_int8() && weights.any_quantised()
+    }
+
     /// Checks every bound and chooses the kernels.
     pub(crate) fn check(&self, model: &ModelConfig) -> Result<&'static Kernels, EngineBuildError> {
         let bounds = [
@@ -126,10 +197,7 @@ impl CpuEngineConfig {
         }
         let available = Isa::available();
         let isa = self.isa.unwrap_or(available[0]);
-        Kernels::of(isa).ok_or_else(|| EngineBuildError::IsaUnavailable {
-            wanted: isa.name(),
-            available: available.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", "),
-        })
+        Kernels::of(isa).ok_or_else(|| EngineBuildError::isa_unavailable(isa))
     }
 }
 
@@ -139,13 +207,12 @@ pub(crate) fn kv_layout(
     source: &dyn WeightSource,
     config: &CpuEngineConfig,
     kernels: &Kernels,
-    weights: Option<&ModelWeights>,
+    weights: &WeightPlan,
 ) -> KvLayout {
     let model = source.config();
-    let int8 = config.precision.is_int8() && weights.is_some_and(ModelWeights::any_quantised);
-    let precision = if int8 { "int8" } else { "f32" };
+    let precision = if config.is_int8(weights) { "int8" } else { "f32" };
     let rounding = if kernels.fused { "fma" } else { "mul-add" };
-    let weight_format = weights.map(ModelWeights::format_name).unwrap_or_default();
+    let weight_format = weights.format_name();
     KvLayout {
         model_digest: source.digest(),
         num_layers: model.num_layers,
@@ -153,13 +220,23 @@ pub(crate) fn kv_layout(
         head_dim: model.head_dim,
         block_size: config.block_size,
         dtype: config.kv_dtype,
-        arrangement: "k[head][dim][token] v[head][token][dim]".to_owned(),
+        arrangement: arrangement(config.kv_dtype).to_owned(),
         numerics_id: format!("cpu-{precision}-{rounding}/kv-{}/{weight_format}", config.kv_dtype),
+    }
+}
+
+/// Order of a block's bytes in one layer.
+const fn arrangement(dtype: KvDtype) -> &'static str {
+    match dtype {
+        KvDtype::F32 | KvDtype::F16 | KvDtype::BF16 => "k[head][dim][token] v[head][token][dim]",
+        KvDtype::Fp8 => "k[head][dim][token] scale[head][token] v[head][token][dim] scale[head][token]",
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use baton_kv::BlockMemory;
+
     use super::*;
     use crate::CpuEngine;
 
@@ -186,16 +263,40 @@ mod tests {
     }
 
     #[test]
-    fn needed_memory_is_what_is_taken() {
+    fn the_plan_is_what_is_taken() {
         let model = Model::tiny();
         let config = CpuEngineConfig { num_blocks: 7, num_threads: 3, ..CpuEngineConfig::default() };
-        let needed = memory_needed(&model, &config).unwrap();
-        let (_, arena) = CpuEngine::new(&model, config.clone()).unwrap();
-        assert_eq!(arena.num_bytes(), 7 * needed.block_bytes);
+        let plan = |config: &CpuEngineConfig| EnginePlan::new(&model, config).unwrap();
+        let planned = plan(&config);
+        let (engine, arena) = CpuEngine::new(&model, config.clone()).unwrap();
+        assert_eq!(arena.num_bytes(), 7 * planned.memory.block_bytes);
+        assert_eq!((arena.layout(), engine.isa()), (&planned.layout, planned.isa));
         // Weights are stored as f32 with columns that fill whole tiles, so packing adds nothing but alignment.
-        let stored = model.weights_bytes() as usize;
-        assert!(needed.weights_bytes <= stored && needed.weights_bytes > stored * 9 / 10);
-        let doubled = CpuEngineConfig { max_step_tokens: 1024, ..config };
-        assert!(memory_needed(&model, &doubled).unwrap().scratch_bytes > needed.scratch_bytes * 3 / 2);
+        let (stored, packed) = (model.weights_bytes() as usize, planned.memory.weights_bytes);
+        assert!(packed <= stored && packed > stored * 9 / 10);
+        assert_eq!((planned.is_int8, &*planned.weight_format), (false, "f32"));
+        let doubled = plan(&CpuEngineConfig { max_step_tokens: 1024, ..config.clone() });
+        assert!(doubled.memory.scratch_bytes > planned.memory.scratch_bytes * 3 / 2);
+        // 34 bytes for 32 elements instead of 128.
+        let quantised = plan(&CpuEngineConfig { quantize: Quantize::Int8, ..config });
+        assert!(quantised.memory.weights_bytes < packed * 35 / 128);
+        assert_eq!((quantised.is_int8, &*quantised.weight_format), (true, "q8_0"));
+        assert_ne!(quantised.layout.numerics_id, planned.layout.numerics_id);
+    }
+
+    #[test]
+    fn workers_with_other_kv_or_other_weights_refuse_each_other() {
+        let layout = |kv_dtype, quantize| {
+            let config = CpuEngineConfig { kv_dtype, quantize, ..CpuEngineConfig::default() };
+            EnginePlan::new(&Model::tiny(), &config).unwrap().layout
+        };
+        let mut all: Vec<KvLayout> = KvDtype::ALL.map(|dtype| layout(dtype, Quantize::None)).to_vec();
+        all.push(layout(KvDtype::F16, Quantize::Int8));
+        for (a, ours) in all.iter().enumerate() {
+            for (b, theirs) in all.iter().enumerate() {
+                assert_eq!(ours.check(theirs).is_ok(), a == b, "{ours:?}, {theirs:?}");
+                assert_eq!(ours.cache_salt() == theirs.cache_salt(), a == b);
+            }
+        }
     }
 }

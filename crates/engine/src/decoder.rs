@@ -5,13 +5,16 @@
 //! it wrote. These two sentences are the reason why every raw access below is sound.
 
 mod attend;
+mod leave;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use baton_model::ModelConfig;
-use baton_scheduler::{Flow, StepPlan};
+use baton_scheduler::StepPlan;
 
+use self::leave::{Leaving, OnPoint, Watch};
 use crate::arena::Arena;
 use crate::barrier::Broken;
 use crate::batch::{Batch, Purpose};
@@ -37,7 +40,7 @@ pub(crate) struct Decoder {
 
 /// What members report of a step.
 pub(crate) struct Outcome {
-    stopped: AtomicBool,
+    leaving: Leaving,
     not_finite: AtomicBool,
     /// Token and bits of its log-probability, for each of the plan's samplings.
     drawn: Vec<AtomicU64>,
@@ -52,10 +55,27 @@ pub(crate) struct Step<'a> {
     pub(crate) copied: Matrix,
 }
 
+/// `out = x * weights`, for some rows.
+#[derive(Clone, Copy)]
+struct Product {
+    x: Matrix,
+    out: Matrix,
+    rows: usize,
+}
+
+/// Multiply-adds between two looks at whether the step is left: about a millisecond, and enough that a piece of its own costs nothing.
+const PIECE_MACS: usize = 32 << 20;
+
+/// A multiple of what the kernels compute together; all there are when rows are few. `macs` are those of one column.
+const fn tiles_of_a_piece(macs: usize) -> usize {
+    let tiles = PIECE_MACS / (macs * LANES + 1);
+    if tiles < 4 { 4 } else { tiles / 4 * 4 }
+}
+
 impl Outcome {
     pub(crate) fn new(num_samplings: usize) -> Outcome {
         Outcome {
-            stopped: AtomicBool::new(false),
+            leaving: Leaving::default(),
             not_finite: AtomicBool::new(false),
             drawn: (0..num_samplings).map(|_| AtomicU64::new(0)).collect(),
         }
@@ -66,12 +86,12 @@ impl Outcome {
         if self.drawn.len() < num_samplings {
             self.drawn.resize_with(num_samplings, AtomicU64::default);
         }
-        self.stopped.store(false, Ordering::Relaxed);
+        self.leaving.start();
         self.not_finite.store(false, Ordering::Relaxed);
     }
 
     pub(crate) fn stopped(&self) -> bool {
-        self.stopped.load(Ordering::Relaxed)
+        self.leaving.is_stopped()
     }
 
     pub(crate) fn not_finite(&self) -> bool {
@@ -90,21 +110,18 @@ impl Outcome {
 }
 
 impl Decoder {
-    /// One member's part of a step. `on_layer` is given by member 0 alone.
-    pub(crate) fn run(
-        &self,
+    /// One member's part of a step. `on_point` is given by member 0 alone.
+    pub(crate) fn run<'a>(
+        &'a self,
         m: Member<'_>,
         step: Step<'_>,
-        mut on_layer: Option<&mut dyn FnMut(usize) -> Flow>,
+        on_point: Option<OnPoint<'a>>,
     ) -> Result<(), Broken> {
+        let mut watch = Watch::new(&self.outcome.leaving, on_point);
         self.embed(m, step);
-        for (n, layer) in self.weights.layers.iter().enumerate() {
-            self.layer(m, step, n, layer)?;
-            if let Some(on_layer) = &mut on_layer
-                && on_layer(n) == Flow::Stop
-            {
-                self.outcome.stopped.store(true, Ordering::Relaxed);
-            }
+        for n in 0..self.weights.layers.len() {
+            self.layer(m, step, n, &mut watch)?;
+            watch.layer_end(n);
             m.wait()?;
             if self.outcome.stopped() {
                 return Ok(());
@@ -130,26 +147,26 @@ impl Decoder {
         }
     }
 
-    fn layer(&self, m: Member<'_>, step: Step<'_>, n: usize, layer: &LayerWeights) -> Result<(), Broken> {
+    fn layer(&self, m: Member<'_>, step: Step<'_>, n: usize, watch: &mut Watch<'_>) -> Result<(), Broken> {
         let rows = step.batch.places.len();
-        let s = &self.scratch;
+        let (s, layer) = (&self.scratch, &self.weights.layers[n]);
         self.add_and_norm(m, rows, n > 0, &layer.attn_norm);
         m.wait()?;
-        self.linear(m, &layer.qkv, s.normed, s.qkv, rows);
+        self.linear(m, &layer.qkv, Product { x: s.normed, out: s.qkv, rows }, watch);
         m.wait()?;
-        self.rotate_and_store(m, step, n);
+        self.rotate_and_store(m, step, n, watch);
         m.wait()?;
-        self.attend(m, step, n);
+        self.attend(m, step, n, watch);
         m.wait()?;
         self.quantise(m, s.attended, self.config.num_heads * self.config.head_dim, rows)?;
-        self.linear(m, &layer.attn_output, s.attended, s.projected, rows);
+        self.linear(m, &layer.attn_output, Product { x: s.attended, out: s.projected, rows }, watch);
         m.wait()?;
         self.add_and_norm(m, rows, true, &layer.ffn_norm);
         m.wait()?;
-        self.gate_and_up(m, layer, rows);
+        self.gate_and_up(m, layer, rows, watch);
         m.wait()?;
         self.quantise(m, s.gate, self.config.ffn, rows)?;
-        self.linear(m, &layer.down, s.gate, s.projected, rows);
+        self.linear(m, &layer.down, Product { x: s.gate, out: s.projected, rows }, watch);
         Ok(())
     }
 
@@ -206,7 +223,7 @@ impl Decoder {
     }
 
     /// A member's column tiles of `out = x * weights`.
-    fn linear(&self, m: Member<'_>, linear: &Linear, x: Matrix, out: Matrix, rows: usize) {
+    fn linear(&self, m: Member<'_>, linear: &Linear, product: Product, watch: &mut Watch<'_>) {
         let total = linear.parts.iter().map(|(weights, _)| weights.num_tiles()).sum();
         let share = m.share(total);
         let mut before = 0;
@@ -214,21 +231,33 @@ impl Decoder {
             let num = weights.num_tiles();
             let start = share.start.clamp(before, before + num) - before;
             let end = share.end.clamp(before, before + num) - before;
+            let out = product.out;
             let out = Matrix::new(out.row(0).wrapping_add(*column), out.stride());
-            self.matmul(m, weights, start..end, x, out, rows);
+            self.pieces(m, weights, start..end, Product { out, ..product }, watch);
             before += num;
         }
     }
 
-    fn matmul(
+    /// Some tiles at a time, between which the step may be left.
+    fn pieces(
         &self,
         m: Member<'_>,
         weights: &Packed,
-        tiles: std::ops::Range<usize>,
-        x: Matrix,
-        out: Matrix,
-        rows: usize,
+        tiles: Range<usize>,
+        product: Product,
+        watch: &mut Watch<'_>,
     ) {
+        let piece = tiles_of_a_piece(product.rows * weights.cols);
+        let mut start = tiles.start;
+        while start < tiles.end && !watch.leaves() {
+            let end = tiles.end.min(start + piece);
+            self.matmul(m, weights, start..end, product);
+            start = end;
+        }
+    }
+
+    fn matmul(&self, m: Member<'_>, weights: &Packed, tiles: Range<usize>, product: Product) {
+        let Product { x, out, rows } = product;
         let scratch = self.scratch.members[m.index()].matmul.row(0);
         if self.int8 && weights.shape().is_quantised() {
             let matmul = Int8Matmul {
@@ -258,11 +287,11 @@ impl Decoder {
     }
 
     /// `gate = silu(normed * gate) * (normed * up)`, each member in its own columns.
-    fn gate_and_up(&self, m: Member<'_>, layer: &LayerWeights, rows: usize) {
+    fn gate_and_up(&self, m: Member<'_>, layer: &LayerWeights, rows: usize, watch: &mut Watch<'_>) {
         let s = &self.scratch;
         let tiles = m.share(layer.gate.num_tiles());
-        self.matmul(m, &layer.gate, tiles.clone(), s.normed, s.gate, rows);
-        self.matmul(m, &layer.up, tiles.clone(), s.normed, s.up, rows);
+        self.pieces(m, &layer.gate, tiles.clone(), Product { x: s.normed, out: s.gate, rows }, watch);
+        self.pieces(m, &layer.up, tiles.clone(), Product { x: s.normed, out: s.up, rows }, watch);
         let (column, len) = (tiles.start * LANES, tiles.len() * LANES);
         for t in 0..rows {
             let gate = s.gate.row(t).wrapping_add(column);
@@ -282,14 +311,8 @@ impl Decoder {
                 self.norm_row(group[i].token, i, &self.weights.output_norm);
             }
             m.wait()?;
-            self.matmul(
-                m,
-                output,
-                m.share(output.num_tiles()),
-                self.scratch.normed,
-                self.scratch.logits,
-                group.len(),
-            );
+            let product = Product { x: self.scratch.normed, out: self.scratch.logits, rows: group.len() };
+            self.matmul(m, output, m.share(output.num_tiles()), product);
             m.wait()?;
             for i in m.share(group.len()) {
                 self.use_logits(m, step, nth * LOGIT_ROWS + i, i);
@@ -306,11 +329,11 @@ impl Decoder {
         let logits = unsafe { std::slice::from_raw_parts(self.scratch.logits.row(row), vocab) };
         match &step.batch.wanted[nth].purpose {
             Purpose::Sample { samplings, .. } => {
-                let sampler = &self.scratch.members[m.index()].sampler;
-                let mut sampler = sampler.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                // SAFETY: this member's own; the reference ends with this call.
+                let sampler = unsafe { &mut *self.scratch.members[m.index()].sampler.get() };
                 for (nth, sampling) in samplings.clone().zip(&step.plan.samplings[samplings.clone()]) {
                     // SAFETY: rows of logits are padded to whole vectors.
-                    match unsafe { sampler::draw(self.kernels, logits, sampling, &mut sampler) } {
+                    match unsafe { sampler::draw(self.kernels, logits, sampling, sampler) } {
                         Ok(drawn) => self.outcome.set_drawn(nth, drawn),
                         Err(sampler::NotFinite) => self.outcome.not_finite.store(true, Ordering::Relaxed),
                     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use baton_kv::{BlockMemory, KvLayout};
 use baton_model::Model;
-use baton_scheduler::{Engine, EngineError, Flow, Sampled, StepOutput, StepPlan};
+use baton_scheduler::{Engine, EngineError, Flow, Sampled, StepOutput, StepPlan, StepPoint};
 
 use crate::arena::Arena;
 use crate::batch::{Batch, Bounds, Purpose};
@@ -16,7 +16,7 @@ use crate::rope::Rope;
 use crate::scratch::{Matrix, Scratch};
 use crate::source::WeightSource;
 use crate::team::Team;
-use crate::weights::ModelWeights;
+use crate::weights::{ModelWeights, WeightPlan};
 
 /// Computes steps on CPU cores. The thread that calls [`Engine::step`] is one of its team.
 pub struct CpuEngine {
@@ -47,8 +47,9 @@ impl CpuEngine {
     ) -> Result<(CpuEngine, Arc<Arena>), EngineBuildError> {
         let model = source.config().clone();
         let kernels = config.check(&model)?;
-        let weights = ModelWeights::load(source)?;
-        let layout = kv_layout(source, &config, kernels, Some(&weights));
+        let plan = WeightPlan::new(source, config.quantize)?;
+        let weights = ModelWeights::load(source, config.quantize, &plan)?;
+        let layout = kv_layout(source, &config, kernels, &plan);
         let arena = Arc::new(Arena::new(layout, config.num_blocks)?);
         let bounds = Bounds {
             num_blocks: config.num_blocks,
@@ -58,7 +59,7 @@ impl CpuEngine {
             group: model.num_heads / model.num_kv_heads,
         };
         let decoder = Decoder {
-            int8: config.precision.is_int8() && weights.any_quantised(),
+            int8: config.is_int8(&plan),
             weights,
             kernels,
             rope: Rope::new(&model),
@@ -114,7 +115,7 @@ impl Engine for CpuEngine {
         &mut self,
         plan: &StepPlan,
         output: &mut StepOutput,
-        on_layer: &mut dyn FnMut(usize) -> Flow,
+        on_point: &mut dyn FnMut(StepPoint) -> Flow,
     ) -> Result<(), EngineError> {
         output.sampled.clear();
         output.logits.clear();
@@ -130,7 +131,7 @@ impl Engine for CpuEngine {
         let (decoder, step) = (&self.decoder, Step { plan, batch: &self.batch, copied });
         let finished = self
             .team
-            .run(&|m| _ = decoder.run(m, step, None), |m| decoder.run(m, step, Some(on_layer)))
+            .run(&|m| _ = decoder.run(m, step, None), |m| decoder.run(m, step, Some(on_point)))
             .and_then(|result| result);
         if finished.is_err() {
             return Err(EngineError::Fatal("a step thread panicked".to_owned()));

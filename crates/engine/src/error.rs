@@ -2,6 +2,8 @@
 
 use baton_model::ModelError;
 
+use crate::kernels::Isa;
+
 /// Why an engine can't be built. Every message is one line that a user can act on.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineBuildError {
@@ -56,6 +58,11 @@ pub enum EngineBuildError {
 }
 
 impl EngineBuildError {
+    pub(crate) fn isa_unavailable(wanted: Isa) -> Self {
+        let available: Vec<_> = Isa::available().into_iter().map(Isa::name).collect();
+        Self::IsaUnavailable { wanted: wanted.name(), available: available.join(", ") }
+    }
+
     pub(crate) fn invalid(field: &'static str, value: impl ToString, limit: impl Into<String>) -> Self {
         Self::InvalidConfig { field, value: value.to_string(), limit: limit.into() }
     }

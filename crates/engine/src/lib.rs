@@ -15,6 +15,7 @@ mod decoder;
 mod engine;
 mod error;
 mod kernels;
+mod limits;
 mod parking;
 mod region;
 mod rope;
@@ -25,8 +26,9 @@ mod team;
 mod weights;
 
 pub use arena::Arena;
-pub use config::{CpuEngineConfig, MemoryNeeded, Precision, memory_needed};
+pub use config::{CpuEngineConfig, EnginePlan, MemoryNeeded, Precision, Quantize};
 pub use engine::CpuEngine;
 pub use error::EngineBuildError;
 pub use kernels::Isa;
+pub use limits::{TokenCost, int8_macs_per_s, read_bytes_per_s};
 pub use source::WeightSource;

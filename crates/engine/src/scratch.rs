@@ -1,6 +1,6 @@
 //! Memory for the activations of one step, taken once.
 
-use std::sync::Mutex;
+use std::cell::UnsafeCell;
 
 use baton_model::ModelConfig;
 
@@ -51,9 +51,12 @@ impl Matrix {
 pub(crate) struct MemberScratch {
     pub(crate) matmul: Matrix,
     pub(crate) attend: Matrix,
-    /// Locked by its member alone, once for each row that is sampled.
-    pub(crate) sampler: Mutex<SamplerScratch>,
+    /// Touched by its member alone.
+    pub(crate) sampler: UnsafeCell<SamplerScratch>,
 }
+
+// SAFETY: matrices are addresses; each member reaches only its own sampler, through an unsafe access that says so.
+unsafe impl Sync for MemberScratch {}
 
 /// Activations; `T` rows are as many as a step may hold.
 pub(crate) struct Scratch {
@@ -159,7 +162,7 @@ impl Scratch {
                 .map(|_| MemberScratch {
                     matmul: take(),
                     attend: take(),
-                    sampler: Mutex::new(SamplerScratch::new(model.vocab)),
+                    sampler: UnsafeCell::new(SamplerScratch::new(model.vocab)),
                 })
                 .collect(),
             _region: region,

@@ -1,10 +1,11 @@
 //! A fixed team of threads that computes steps. The thread that calls [`Team::run`] is member 0; the others sleep
 //! between runs. Work is shared out by member number alone.
 
+use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use crate::barrier::{Barrier, Broken};
@@ -43,14 +44,19 @@ impl Member<'_> {
 /// What the other members run; valid for the length of one [`Team::run`].
 type Task = *const (dyn Fn(Member<'_>) + Sync);
 
-struct TaskRef(Task);
+/// Written by member 0 alone, while no member runs: before [`Shared::epoch`] says that a run began, and after
+/// [`Shared::running`] says that it ended. Read by the others in between.
+struct TaskCell(UnsafeCell<Option<Task>>);
 
-// SAFETY: the closure behind the pointer is `Sync`, and `run` keeps it alive until every member is done.
-unsafe impl Send for TaskRef {}
+// SAFETY: the closure behind the pointer is `Sync`, and `run` keeps it alive until every member is done; the two counters order
+// every write before or after all reads.
+unsafe impl Sync for TaskCell {}
+// SAFETY: as above.
+unsafe impl Send for TaskCell {}
 
 struct Shared {
     barrier: Barrier,
-    task: Mutex<Option<TaskRef>>,
+    task: TaskCell,
     /// Counts runs.
     epoch: AtomicU64,
     /// Members that have not finished the current run.
@@ -62,13 +68,9 @@ struct Shared {
 }
 
 impl Shared {
-    fn task(&self) -> MutexGuard<'_, Option<TaskRef>> {
-        // Nothing that can panic runs under the lock.
-        self.task.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn start(&self, task: Task) {
-        *self.task() = Some(TaskRef(task));
+        // SAFETY: no run is under way, so nobody reads it.
+        unsafe { *self.task.0.get() = Some(task) };
         self.running.store(self.count - 1, Ordering::SeqCst);
         self.epoch.fetch_add(1, Ordering::SeqCst);
         self.start.wake_all();
@@ -76,7 +78,8 @@ impl Shared {
 
     fn join(&self) {
         self.finish.wait_until(|| self.running.load(Ordering::SeqCst) == 0);
-        *self.task() = None;
+        // SAFETY: the last member has finished.
+        unsafe { *self.task.0.get() = None };
     }
 }
 
@@ -97,7 +100,7 @@ impl Team {
     pub(crate) fn new(count: usize, cpus: Option<&[usize]>) -> std::io::Result<Team> {
         let shared = Arc::new(Shared {
             barrier: Barrier::new(count),
-            task: Mutex::new(None),
+            task: TaskCell(UnsafeCell::new(None)),
             epoch: AtomicU64::new(0),
             running: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
@@ -197,7 +200,8 @@ fn serve(shared: &Shared, index: usize) {
             return;
         }
         seen = shared.epoch.load(Ordering::SeqCst);
-        let task = shared.task().as_ref().map(|task| task.0);
+        // SAFETY: the run that the epoch told of lasts until this member has finished.
+        let task = unsafe { *shared.task.0.get() };
         if let Some(task) = task {
             let member = Member { index, count: shared.count, barrier: &shared.barrier };
             // SAFETY: `run` does not return before `running` is 0, so the closure lives.

@@ -1,16 +1,17 @@
 //! The same bits however the work is cut: chunk sizes, company in the batch, threads, block tables, prefill or
-//! decode rows, for every instruction set, both precisions and both element types of KV. Memory that no token has written is NaN.
+//! decode rows, for every instruction set, both precisions and every element type of KV. Memory that no token has written is NaN.
 
 mod support;
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use baton_engine::{CpuEngineConfig, Isa, Precision};
 use baton_kv::{BlockMemory, BlockPool, BlockTable, KvDtype};
 use baton_model::{ModelConfig, WeightType};
-use baton_scheduler::{BlockCopy, Engine, EngineError, Flow, RowSampling, SamplingParams};
+use baton_scheduler::{BlockCopy, Engine, EngineError, Flow, RowSampling, SamplingParams, StepPoint};
 use support::random_model::{RandomModel, config};
-use support::{Logits, Random, Rig, bits, default_model_or_skip, greedy};
+use support::{Logits, Random, Rig, Sequence, bits, default_model_or_skip, greedy};
 
 /// Crosses two softmax tiles and ends inside a block.
 const LENGTH: usize = 553;
@@ -26,7 +27,7 @@ fn poison(rig: &mut Rig, seed: u64) {
     let num_blocks = rig.free.len();
     table.extend(BlockPool::new(num_blocks).allocate(num_blocks).unwrap());
     let lease = table.write_lease(0).unwrap();
-    // All ones are a NaN in f16 and in f32.
+    // All ones are a NaN in every type, in fp8 by its scale.
     let nan = vec![0xff; rig.arena.layout().block_layer_bytes()];
     for layer in 0..rig.arena.layout().num_layers {
         for nth in 0..num_blocks {
@@ -87,10 +88,10 @@ fn in_company(rig: &mut Rig, tokens: &[u32], vocab: usize, random: &mut Random) 
 #[test]
 fn logits_are_the_same_bits_however_the_work_is_cut() {
     for isa in Isa::available() {
-        for precision in PRECISIONS {
-            for kv_dtype in [KvDtype::F16, KvDtype::F32] {
-                cut_in_every_way(CpuEngineConfig { kv_dtype, ..engine(isa, precision) });
-            }
+        // Products know nothing of KV's type: each is met once.
+        cut_in_every_way(engine(isa, Precision::F32));
+        for kv_dtype in KvDtype::ALL {
+            cut_in_every_way(CpuEngineConfig { kv_dtype, ..engine(isa, Precision::Int8) });
         }
     }
 }
@@ -113,6 +114,32 @@ fn cut_in_every_way(engine: CpuEngineConfig) {
         let seed = 100 + num_threads as u64;
         let got = bits(&in_company(&mut rig, &tokens, vocab, &mut Random(seed)));
         assert!(want.as_ref() == Some(&got), "{what}, in company, seed {seed}");
+    }
+}
+
+/// A prefix whose blocks another sequence computed, as a prefix cache hands them out, against one computed by the sequence itself.
+#[test]
+fn a_cached_prefix_gives_the_bits_of_a_computed_one() {
+    let model = model();
+    let tokens = Random(29).tokens(LENGTH, model.config.vocab);
+    for isa in Isa::available() {
+        for (kv_dtype, num_threads) in KvDtype::ALL.into_iter().zip([1, 2, 3, 2]) {
+            let engine = CpuEngineConfig { kv_dtype, num_threads, ..engine(isa, Precision::Int8) };
+            let mut rig = rig(&model, engine);
+            let mut first = rig.sequence(LENGTH);
+            let want = bits(&rig.logits(&mut first, &tokens, 77));
+            for (num_cached, chunk) in [(1, 512), (16, 50), (17, 1), (LENGTH / 16, 4)] {
+                let mut second = rig.sequence(LENGTH);
+                let own = second.blocks[..num_cached].to_vec();
+                second.blocks[..num_cached].copy_from_slice(&first.blocks[..num_cached]);
+                second.done = num_cached * 16;
+                let got = bits(&rig.logits(&mut second, &tokens[num_cached * 16..], chunk));
+                let rest = num_cached * 16 * model.config.vocab;
+                assert!(want[rest..] == got, "{isa:?}, {kv_dtype}: {num_cached} blocks cached");
+                second.blocks[..num_cached].copy_from_slice(&own);
+                rig.release(second);
+            }
+        }
     }
 }
 
@@ -153,9 +180,12 @@ fn a_step_left_after_a_layer_leaves_no_trace() {
     rig.add(&mut sequence, &tokens[30..], Logits::All);
     let Rig { engine, plan, output, .. } = &mut rig;
     engine
-        .step(plan, output, &mut |layer| {
-            layers.push(layer);
-            Flow::Stop
+        .step(plan, output, &mut |point| match point {
+            StepPoint::LayerEnd(layer) => {
+                layers.push(layer);
+                Flow::Stop
+            }
+            StepPoint::Within => Flow::Continue,
         })
         .unwrap();
     assert!(output.stopped && output.logits.is_empty() && output.sampled.is_empty());
@@ -165,6 +195,56 @@ fn a_step_left_after_a_layer_leaves_no_trace() {
     let got = bits(&rig.logits(&mut sequence, &tokens[30..], 512));
     assert!(!rig.output.stopped);
     assert!(want[30 * model.config.vocab..] == got[..]);
+}
+
+/// Computes `tokens` after the first 30 and leaves the step at its `nth` point. Returns how many points there were.
+fn leave_at(rig: &mut Rig, sequence: &mut Sequence, tokens: &[u32], nth: usize) -> usize {
+    rig.add(sequence, tokens, Logits::None);
+    sequence.done = 30;
+    let Rig { engine, plan, output, .. } = rig;
+    let mut num_points = 0;
+    let mut on_point = |_| {
+        num_points += 1;
+        if num_points > nth { Flow::Stop } else { Flow::Continue }
+    };
+    engine.step(plan, output, &mut on_point).unwrap();
+    plan.clear();
+    num_points
+}
+
+#[test]
+fn a_step_left_anywhere_within_a_layer_is_left_at_once_and_leaves_no_trace() {
+    let model = model();
+    let tokens = Random(27).tokens(LENGTH, model.config.vocab);
+    for (isa, num_threads) in Isa::available().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
+        let config = CpuEngineConfig { num_threads, ..engine(isa, Precision::Auto) };
+        let num_blocks = config.num_blocks;
+        let mut rig = rig(&model, config);
+        let mut sequence = rig.sequence(LENGTH);
+        rig.logits(&mut sequence, &tokens[..30], 512);
+        let num_points = leave_at(&mut rig, &mut sequence, &tokens[30..], usize::MAX);
+        assert!(num_points > 100 && !rig.output.stopped, "{isa:?}: {num_points} points");
+        // What the steps below leave half done was computed before: they may only write the same again.
+        let mut table = BlockTable::new();
+        table.extend(BlockPool::new(num_blocks).allocate(num_blocks).unwrap());
+        let lease = table.read_lease();
+        let arena = Arc::clone(&rig.arena);
+        let memory = || {
+            (0..2 * num_blocks)
+                .map(|n| arena.read(&lease, n % 2, n / 2).unwrap().to_vec())
+                .collect::<Vec<_>>()
+        };
+        let whole = memory();
+        for nth in (0..num_points).step_by(17) {
+            let seen = leave_at(&mut rig, &mut sequence, &tokens[30..], nth);
+            assert_eq!((seen, rig.output.stopped), (nth + 1, true), "{isa:?}, {num_threads} threads");
+            assert!(whole == memory(), "{isa:?}, {num_threads} threads: left at {nth}");
+        }
+        let got = bits(&rig.logits(&mut sequence, &tokens[30..], 512));
+        let mut other = rig.sequence(LENGTH);
+        let want = bits(&rig.logits(&mut other, &tokens, 512));
+        assert!(want[30 * model.config.vocab..] == got[..], "{isa:?}, {num_threads} threads");
+    }
 }
 
 #[test]
@@ -209,8 +289,10 @@ fn on_layer_is_called_once_for_each_layer_with_its_kv_complete() {
     let copy = |layer| (0..3).map(|nth| arena.read(&lease, layer, nth).unwrap().to_vec()).collect::<Vec<_>>();
     let mut seen = Vec::new();
     engine
-        .step(plan, output, &mut |layer| {
-            seen.push((layer, copy(layer)));
+        .step(plan, output, &mut |point| {
+            if let StepPoint::LayerEnd(layer) = point {
+                seen.push((layer, copy(layer)));
+            }
             Flow::Continue
         })
         .unwrap();

@@ -5,6 +5,7 @@ mod support;
 use baton_engine::{CpuEngineConfig, Precision};
 use baton_kv::KvDtype;
 use serde_json::Value;
+use support::divergence::Divergence;
 use support::{Logits, Rig, default_model_or_skip, greedy};
 
 /// Below this margin between the two best logits, other rounding may choose the other token.
@@ -170,43 +171,10 @@ fn int8_activations_change_little() {
             divergence.add(want, got);
         }
     }
-    eprintln!("{divergence:?}, mean KL {:.2e}", divergence.kl / divergence.count as f64);
+    eprintln!("{divergence:?}, mean KL {:.2e}", divergence.mean_kl());
     assert!(divergence.count >= 64 * 11);
     assert!(divergence.widest_flip < INT8_DECIDED);
     // Measured: mean KL 0.0023, 22 of 704 choices differ, by a margin of 0.25 at most. One outlier of a logit is off by 5.
-    assert!(divergence.kl / (divergence.count as f64) < 0.005);
+    assert!(divergence.mean_kl() < 0.005);
     assert!(divergence.flips <= 35 && divergence.largest_difference < 8.0);
-}
-
-/// How far one engine's logits are from another's.
-#[derive(Debug, Default)]
-struct Divergence {
-    count: usize,
-    /// Sum of the Kullback-Leibler divergences.
-    kl: f64,
-    largest_difference: f64,
-    flips: usize,
-    /// The largest margin between the two best logits where the best token changed.
-    widest_flip: f64,
-}
-
-impl Divergence {
-    fn add(&mut self, want: &[f32], got: &[f32]) {
-        let log_sum = |x: &[f32]| x.iter().map(|&l| f64::from(l).exp()).sum::<f64>().ln();
-        let (sum_want, sum_got) = (log_sum(want), log_sum(got));
-        self.count += 1;
-        for (&w, &g) in want.iter().zip(got) {
-            let (w, g) = (f64::from(w), f64::from(g));
-            self.largest_difference = self.largest_difference.max((w - g).abs());
-            self.kl += (w - sum_want).exp() * ((w - sum_want) - (g - sum_got));
-        }
-        let best = |x: &[f32]| (0..x.len()).max_by(|&a, &b| x[a].total_cmp(&x[b])).unwrap();
-        let first = best(want);
-        if best(got) != first {
-            let second = want.iter().enumerate().filter(|(i, _)| *i != first).map(|(_, &l)| l);
-            let margin = f64::from(want[first] - second.fold(f32::NEG_INFINITY, f32::max));
-            self.flips += 1;
-            self.widest_flip = self.widest_flip.max(margin);
-        }
-    }
 }

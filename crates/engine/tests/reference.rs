@@ -90,7 +90,7 @@ fn import(rig: &Rig, table: &BlockTable, cache: &[LayerCache], dtype: KvDtype) {
                         for &x in &token[head * layout.head_dim..][..layout.head_dim] {
                             match dtype {
                                 KvDtype::F32 => bytes.extend((x as f32).to_le_bytes()),
-                                KvDtype::F16 => bytes.extend(f16::from_f64(x).to_le_bytes()),
+                                _ => bytes.extend(f16::from_f64(x).to_le_bytes()),
                             }
                         }
                     }

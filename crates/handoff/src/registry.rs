@@ -136,12 +136,15 @@ impl Registry {
         if self.legs.remove(&key).is_none() {
             return;
         }
-        self.over.insert(key, cause);
-        self.graves.push_back((now + self.bury, key));
-        if self.graves.len() > self.limits.tombstones
+        // Before the new one comes: a ring that is never larger than its limit takes no memory beyond it.
+        while self.graves.len() >= self.limits.tombstones
             && let Some((_, oldest)) = self.graves.pop_front()
         {
             self.over.remove(&oldest);
+        }
+        if self.limits.tombstones > 0 {
+            self.over.insert(key, cause);
+            self.graves.push_back((now + self.bury, key));
         }
     }
 
@@ -192,5 +195,26 @@ impl Registry {
             self.graves.pop_front();
             self.over.remove(&key);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::RequestId;
+
+    use super::*;
+
+    #[test]
+    fn tombstones_take_no_memory_beyond_their_limit() {
+        let limits = RegistryLimits { tombstones: 1_024, ..RegistryLimits::default() };
+        let mut registry = Registry::new(InstanceId([1; 16]), limits, &Timers::default());
+        for n in 0..10_000u128 {
+            let key = HandoffKey { request: RequestId(n.to_le_bytes()), group: 0, attempt: 0 };
+            assert_eq!(registry.open(key, Time::ZERO), Ok(None));
+            registry.finish(key, Cause::Duplicate, Time::ZERO);
+        }
+        assert_eq!((registry.num_tombstones(), registry.over.len()), (1_024, 1_024));
+        // A ring that grew by one above it would have room for twice as many, and use all of it in turn.
+        assert!(registry.graves.capacity() <= 1_024, "{}", registry.graves.capacity());
     }
 }

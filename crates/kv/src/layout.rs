@@ -10,15 +10,36 @@ pub enum KvDtype {
     F32,
     /// 16-bit IEEE float.
     F16,
+    /// The upper half of a 32-bit IEEE float.
+    BF16,
+    /// 8-bit float with 4 bits of exponent (e4m3), and for each head of a token one byte of a common power of two.
+    Fp8,
 }
 
 impl KvDtype {
+    /// Every one.
+    pub const ALL: [KvDtype; 4] = [KvDtype::F32, KvDtype::F16, KvDtype::BF16, KvDtype::Fp8];
+
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
             Self::F32 => 4,
-            Self::F16 => 2,
+            Self::F16 | Self::BF16 => 2,
+            Self::Fp8 => 1,
         }
+    }
+
+    /// Bytes beside the elements in each head of a token's K, and of its V.
+    pub const fn scale_bytes(self) -> usize {
+        match self {
+            Self::F32 | Self::F16 | Self::BF16 => 0,
+            Self::Fp8 => 1,
+        }
+    }
+
+    /// Bytes that one head of a token takes in K, and as many in V: `head_dim` elements and their scale.
+    pub const fn row_bytes(self, head_dim: usize) -> usize {
+        head_dim * self.size() + self.scale_bytes()
     }
 
     /// The name used on the command line and on the wire.
@@ -26,6 +47,8 @@ impl KvDtype {
         match self {
             Self::F32 => "f32",
             Self::F16 => "f16",
+            Self::BF16 => "bf16",
+            Self::Fp8 => "fp8",
         }
     }
 }
@@ -40,11 +63,10 @@ impl FromStr for KvDtype {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "f32" => Ok(Self::F32),
-            "f16" => Ok(Self::F16),
-            _ => Err(format!("unknown KV dtype '{text}': f16 or f32")),
-        }
+        Self::ALL
+            .into_iter()
+            .find(|dtype| dtype.name() == text)
+            .ok_or_else(|| format!("unknown KV dtype '{text}': f16, bf16, f32 or fp8"))
     }
 }
 
@@ -72,7 +94,7 @@ pub struct KvLayout {
 impl KvLayout {
     /// Bytes of K and V of one block in one layer.
     pub const fn block_layer_bytes(&self) -> usize {
-        2 * self.num_kv_heads * self.head_dim * self.block_size * self.dtype.size()
+        2 * self.num_kv_heads * self.block_size * self.dtype.row_bytes(self.head_dim)
     }
 
     /// Bytes of one block over all layers.
@@ -82,7 +104,7 @@ impl KvLayout {
 
     /// Bytes that one token takes over all layers.
     pub const fn token_bytes(&self) -> usize {
-        2 * self.num_kv_heads * self.head_dim * self.dtype.size() * self.num_layers
+        2 * self.num_kv_heads * self.dtype.row_bytes(self.head_dim) * self.num_layers
     }
 
     /// Blocks that `num_tokens` tokens fill, the last one perhaps partly.
@@ -166,6 +188,19 @@ mod tests {
         assert_eq!(layout.blocks_for(0), 0);
         assert_eq!(layout.blocks_for(16), 1);
         assert_eq!(layout.blocks_for(17), 2);
+    }
+
+    #[test]
+    fn a_token_takes_its_elements_and_their_scales() {
+        let bytes = |dtype| KvLayout { dtype, ..smollm() }.token_bytes();
+        assert_eq!(KvDtype::ALL.map(bytes), [46_080, 23_040, 23_040, 11_700]);
+        for dtype in KvDtype::ALL {
+            assert_eq!(dtype.name().parse(), Ok(dtype));
+            let layout = KvLayout { dtype, ..smollm() };
+            assert_eq!(layout.block_bytes(), 16 * layout.token_bytes());
+        }
+        let error = "fp4".parse::<KvDtype>().unwrap_err();
+        assert_eq!(error, "unknown KV dtype 'fp4': f16, bf16, f32 or fp8");
     }
 
     #[test]

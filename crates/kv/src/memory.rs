@@ -46,10 +46,27 @@ pub trait BlockMemory: Send + Sync {
     /// [`MemoryError`]; nothing was written then.
     fn write(&self, lease: &WriteLease, layer: usize, nth: usize, bytes: &[u8]) -> Result<(), MemoryError>;
 
+    /// As [`BlockMemory::write`], with bytes that `fill` puts straight into the block. It is given all of the block's bytes, of whatever content,
+    /// and overwrites them.
+    ///
+    /// # Errors
+    /// [`MemoryError`]; nothing was written then.
+    fn fill(
+        &self,
+        lease: &WriteLease,
+        layer: usize,
+        nth: usize,
+        fill: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<(), MemoryError> {
+        let mut bytes = vec![0; self.layout().block_layer_bytes()];
+        fill(&mut bytes);
+        self.write(lease, layer, nth, &bytes)
+    }
+
     /// Appends the first `num_tokens` tokens of the lease's `nth` block in `layer` to `out`, in the canonical order
-    /// `[K|V][kv head][token][dim]`: `num_tokens * layout().token_bytes() / layout().num_layers` bytes. For the partly
-    /// filled last block of a prompt, so that no byte without meaning crosses the wire, and between
-    /// workers whose arrangements differ.
+    /// `[K|V][kv head][token][dim]`, each row followed by its scale if the element type has one:
+    /// `num_tokens * layout().token_bytes() / layout().num_layers` bytes. For the partly filled last block of a
+    /// prompt, so that no byte without meaning crosses the wire, and between workers whose arrangements differ.
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`], also when `num_tokens` exceeds the block size; `out` is unchanged then.

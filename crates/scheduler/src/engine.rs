@@ -4,10 +4,20 @@ use baton_kv::KvLayout;
 
 use crate::plan::StepPlan;
 
-/// Whether a step goes on after a layer.
+/// How far a step is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StepPoint {
+    /// Somewhere in a layer: nothing is complete that was not before. Comes every few milliseconds at most, so that a long layer
+    /// can be left.
+    Within,
+    /// This layer's K and V of the step are complete in block memory.
+    LayerEnd(usize),
+}
+
+/// Whether a step goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
-    /// Compute the next layer.
+    /// Compute on.
     Continue,
     /// Leave the step now; nothing of it counts but its block copies, its KV is written again when the tokens are planned again.
     Stop,
@@ -32,7 +42,7 @@ pub struct StepOutput {
     /// One entry for each of [`StepPlan::samplings`]: in row order, within a row in the order of its samplings. Cleared
     /// by the engine first.
     pub sampled: Vec<Sampled>,
-    /// The step was left early because `on_layer` said [`Flow::Stop`].
+    /// The step was left early because `on_point` said [`Flow::Stop`].
     pub stopped: bool,
     /// For rows with [`crate::Logits::All`]: `tokens x vocab` floats a row, in row order; otherwise empty.
     pub logits: Vec<f32>,
@@ -65,8 +75,8 @@ pub trait Engine: Send {
     fn vocab_size(&self) -> usize;
 
     /// Computes one step: performs `plan.copies` before anything else, embeds all tokens, writes their K and V into their blocks, attends
-    /// over them, and samples where asked. `on_layer(layer)` is called on the calling thread after each layer,
-    /// once that layer's K and V of this step are complete in block memory.
+    /// over them, and samples where asked. `on_point` is called on the calling thread: with each layer's end in order, and in between as
+    /// often as the engine can leave the step. A layer that is left has no end.
     ///
     /// # Errors
     /// [`EngineError`]; the engine must not be used again after [`EngineError::Fatal`].
@@ -74,6 +84,6 @@ pub trait Engine: Send {
         &mut self,
         plan: &StepPlan,
         output: &mut StepOutput,
-        on_layer: &mut dyn FnMut(usize) -> Flow,
+        on_point: &mut dyn FnMut(StepPoint) -> Flow,
     ) -> Result<(), EngineError>;
 }

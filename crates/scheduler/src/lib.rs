@@ -21,7 +21,7 @@ mod step;
 
 pub use config::{Refusal, SchedulerConfig};
 pub use cost::StepCost;
-pub use engine::{Engine, EngineError, Flow, Sampled, StepOutput};
+pub use engine::{Engine, EngineError, Flow, Sampled, StepOutput, StepPoint};
 pub use event::{Event, StageCounts};
 pub use plan::{BlockCopy, Logits, PlanRow, RowSampling, SamplingParams, SequenceId, StepPlan};
 pub use scheduler::Scheduler;

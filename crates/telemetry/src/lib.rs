@@ -7,6 +7,7 @@
 pub mod log;
 pub mod metrics;
 pub mod names;
+pub mod scrape;
 pub mod trace;
 
 /// What can go wrong while telemetry is set up; nothing can go wrong later.
@@ -25,4 +26,15 @@ pub enum TelemetryError {
     /// A programming error of the caller: logging was set up twice in one process.
     #[error("logging is already set up in this process")]
     AlreadySet,
+    /// Tell the user: spans can't be written there.
+    #[error("can't write spans to {}: {source}", path.display())]
+    File {
+        /// The file.
+        path: std::path::PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Tell the user: spans can't be exported.
+    #[error("can't set up the export of spans: {0}")]
+    Exporter(String),
 }

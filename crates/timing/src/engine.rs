@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use baton_kv::{KvDtype, KvLayout};
-use baton_scheduler::{Engine, EngineError, Flow, Logits, PlanRow, Sampled, StepOutput, StepPlan};
+use baton_scheduler::{Engine, EngineError, Flow, Logits, PlanRow, Sampled, StepOutput, StepPlan, StepPoint};
 
 use crate::hash::{EMPTY, draw, embed, kv, mix};
 use crate::{FingerprintMemory, ModelShape, Roofline, StepWork};
@@ -169,7 +169,7 @@ impl Engine for TimingEngine {
         &mut self,
         plan: &StepPlan,
         output: &mut StepOutput,
-        on_layer: &mut dyn FnMut(usize) -> Flow,
+        on_point: &mut dyn FnMut(StepPoint) -> Flow,
     ) -> Result<(), EngineError> {
         output.sampled.clear();
         output.logits.clear();
@@ -185,7 +185,7 @@ impl Engine for TimingEngine {
             for row in &plan.rows {
                 self.layer(layer, row, plan);
             }
-            if on_layer(layer) == Flow::Stop {
+            if on_point(StepPoint::LayerEnd(layer)) == Flow::Stop {
                 output.stopped = true;
                 return Ok(());
             }

@@ -1,100 +1,213 @@
-//! CRC-32C, four times as fast as by the CPU's own instruction where it has AVX-512.
+//! CRC-32C by carry-less multiplication, where the CPU has it on wide vectors: two to four times as fast as by its own instruction.
 
 /// The CRC-32C of what `crc` covers, followed by `bytes`; `crc` is 0 when it covers nothing.
 pub fn append(crc: u32, bytes: &[u8]) -> u32 {
-    let folded = bytes.len() - bytes.len() % wide::STEP;
-    if folded == 0 || !wide::is_supported() {
+    let (start, rest) = bytes.split_at(bytes.len() - bytes.len() % STEP);
+    let Some(folds) = wide::folds().filter(|_| !start.is_empty()) else {
         return crc32c::crc32c_append(crc, bytes);
-    }
-    let (start, rest) = bytes.split_at(folded);
-    // SAFETY: the CPU can, as was just asked.
-    crc32c::crc32c_append(unsafe { wide::fold(crc, start) }, rest)
+    };
+    let nothing = Piece { from: start.as_ptr(), to: std::ptr::null_mut(), len: start.len() };
+    // SAFETY: the CPU can, as it was asked.
+    crc32c::crc32c_append(unsafe { (folds.sum)(crc, nothing) }, rest)
 }
 
-/// Folding by carry-less multiplication, 256 bytes a step.
+/// Copies bytes, and returns the CRC-32C of what `crc` covers followed by them: while some are summed, the next ones come from memory. Each is
+/// looked at once, so what is summed is what is written, even if another process changes the source meanwhile.
+/// With `far`, they are written past the caches: nobody reads them soon.
+///
+/// # Safety
+/// `from` covers `to.len()` bytes outside `to`.
+pub(crate) unsafe fn append_copied(crc: u32, from: *const u8, to: &mut [u8], far: bool) -> u32 {
+    let start = to.len() - to.len() % STEP;
+    let folds = wide::folds().filter(|_| start > 0);
+    let (crc, done) = match folds {
+        Some(folds) => {
+            let is_aligned = to.as_ptr().addr().is_multiple_of(64);
+            let fold = if far && is_aligned { folds.sum_and_stream } else { folds.sum_and_copy };
+            // SAFETY: the CPU can, as it was asked; the start lies within both.
+            (unsafe { fold(crc, Piece { from, to: to.as_mut_ptr(), len: start }) }, start)
+        }
+        None => (crc, 0),
+    };
+    let rest = &mut to[done..];
+    // SAFETY: so many bytes are left from there on.
+    unsafe { std::ptr::copy_nonoverlapping(from.add(done), rest.as_mut_ptr(), rest.len()) };
+    crc32c::crc32c_append(crc, rest)
+}
+
+/// Bytes of one step of folding.
+const STEP: usize = 256;
+
+/// What one call folds.
+#[derive(Clone, Copy)]
+struct Piece {
+    from: *const u8,
+    /// Where it is copied, aligned to 64 bytes if it is streamed there.
+    to: *mut u8,
+    /// A multiple of [`STEP`], at least one.
+    len: usize,
+}
+
+/// Appends a piece to a sum. Sound on a CPU that has what it needs, if both pointers cover the piece (`to` only if it is copied).
+type Fold = unsafe fn(u32, Piece) -> u32;
+
+/// One instruction set's.
+#[derive(Clone, Copy)]
+struct Folds {
+    #[cfg_attr(not(test), expect(dead_code, reason = "tests name what they checked"))]
+    name: &'static str,
+    sum: Fold,
+    sum_and_copy: Fold,
+    sum_and_stream: Fold,
+}
+
+/// Folding by carry-less multiplication, 256 bytes a step: so many lanes of 16 bytes are each moved 256 bytes ahead and added to what stands there.
 #[cfg(target_arch = "x86_64")]
 mod wide {
-    use std::arch::x86_64::{
-        __m512i, _mm_crc32_u64, _mm_set_epi64x, _mm512_broadcast_i32x4, _mm512_clmulepi64_epi128,
-        _mm512_loadu_si512, _mm512_set_epi64, _mm512_ternarylogic_epi64, _mm512_xor_si512,
-    };
+    use std::arch::asm;
+    use std::arch::x86_64::*;
 
-    /// Bytes of one step.
-    pub(super) const STEP: usize = 256;
+    use super::{Folds, Piece, STEP};
 
     /// x^(8 * distance + 31) and x^(8 * distance - 33) modulo the polynomial, bits reversed: what moves 16 bytes this far ahead.
     const MOVE_256: [i64; 2] = [0xdcb1_7aa4, 0xb9e0_2b86];
-    const MOVE_64: [i64; 2] = [0x740e_ef02, 0x9e4a_ddf8];
     const MOVE_16: [i64; 2] = [0xf20c_0dfe, 0x493c_7d27];
 
-    pub(super) fn is_supported() -> bool {
-        is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("vpclmulqdq")
-            && is_x86_feature_detected!("sse4.2")
+    const LANES: usize = STEP / 16;
+
+    /// What becomes of the bytes.
+    const SUM: u8 = 0;
+    const COPY: u8 = 1;
+    const STREAM: u8 = 2;
+
+    const AVX512: Folds = Folds {
+        name: "avx512",
+        sum: fold_512::<SUM>,
+        sum_and_copy: fold_512::<COPY>,
+        sum_and_stream: fold_512::<STREAM>,
+    };
+    const AVX2: Folds = Folds {
+        name: "avx2",
+        sum: fold_256::<SUM>,
+        sum_and_copy: fold_256::<COPY>,
+        sum_and_stream: fold_256::<STREAM>,
+    };
+
+    /// The widest that this CPU has.
+    pub(super) fn folds() -> Option<Folds> {
+        [AVX512, AVX2].into_iter().zip(has()).find_map(|(folds, has)| has.then_some(folds))
     }
 
-    #[target_feature(enable = "avx512f,vpclmulqdq,sse4.2")]
-    fn moved(value: __m512i, by: [i64; 2], onto: __m512i) -> __m512i {
-        let by = _mm512_broadcast_i32x4(_mm_set_epi64x(by[1], by[0]));
-        let (low, high) =
-            (_mm512_clmulepi64_epi128::<0x00>(value, by), _mm512_clmulepi64_epi128::<0x11>(value, by));
-        // All three exclusively or'ed.
-        _mm512_ternarylogic_epi64::<0x96>(low, high, onto)
+    /// All that this CPU has.
+    #[cfg(test)]
+    pub(super) fn all() -> Vec<Folds> {
+        [AVX512, AVX2].into_iter().zip(has()).filter_map(|(folds, has)| has.then_some(folds)).collect()
     }
 
-    /// Appends `bytes` to `crc`: a multiple of [`STEP`], at least one.
-    #[target_feature(enable = "avx512f,vpclmulqdq,sse4.2")]
-    pub(super) fn fold(crc: u32, bytes: &[u8]) -> u32 {
+    fn has() -> [bool; 2] {
+        let folds = is_x86_feature_detected!("vpclmulqdq")
+            && is_x86_feature_detected!("pclmulqdq")
+            && is_x86_feature_detected!("sse4.2");
+        [folds && is_x86_feature_detected!("avx512f"), folds && is_x86_feature_detected!("avx2")]
+    }
+
+    /// # Safety
+    /// The CPU has the features; the pointers are as [`super::Fold`] says.
+    #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq,sse4.2")]
+    unsafe fn fold_512<const MODE: u8>(crc: u32, piece: Piece) -> u32 {
         let take = |at: usize| {
-            let piece = &bytes[at..at + 64];
-            // SAFETY: the piece has 64 bytes.
-            unsafe { _mm512_loadu_si512(piece.as_ptr().cast()) }
+            // SAFETY: 64 bytes from `at` on lie within the piece. The empty instruction makes one value of what was loaded, which is not loaded again.
+            unsafe {
+                let mut bytes = _mm512_loadu_si512(piece.from.add(at).cast());
+                asm!("/* {} */", inout(zmm_reg) bytes, options(nomem, nostack, preserves_flags));
+                match MODE {
+                    COPY => _mm512_storeu_si512(piece.to.add(at).cast(), bytes),
+                    STREAM => _mm512_stream_si512(piece.to.add(at).cast(), bytes),
+                    _ => {}
+                }
+                bytes
+            }
         };
-        let start = _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, i64::from(!crc));
-        let mut sums = [_mm512_xor_si512(take(0), start), take(64), take(128), take(192)];
-        for at in (STEP..bytes.len()).step_by(STEP) {
+        let by = _mm512_broadcast_i32x4(_mm_set_epi64x(MOVE_256[1], MOVE_256[0]));
+        let start = _mm512_zextsi128_si512(_mm_cvtsi64_si128(i64::from(!crc)));
+        let mut sums: [__m512i; 4] = [_mm512_xor_si512(take(0), start), take(64), take(128), take(192)];
+        for at in (STEP..piece.len).step_by(STEP) {
             for (nth, sum) in sums.iter_mut().enumerate() {
-                *sum = moved(*sum, MOVE_256, take(at + nth * 64));
+                let low = _mm512_clmulepi64_epi128::<0x00>(*sum, by);
+                let high = _mm512_clmulepi64_epi128::<0x11>(*sum, by);
+                // All three exclusively or'ed.
+                *sum = _mm512_ternarylogic_epi64::<0x96>(low, high, take(at + nth * 64));
             }
         }
-        let [first, second, third, fourth] = sums;
-        let sum = moved(first, MOVE_64, second);
-        let sum = moved(sum, MOVE_64, third);
-        let sum = moved(sum, MOVE_64, fourth);
-        // SAFETY: both are 64 bytes.
-        let lanes: [[u64; 2]; 4] = unsafe { std::mem::transmute(sum) };
-        let mut last = lanes[0];
-        for lane in &lanes[1..] {
-            last = moved_lane(last, *lane);
+        if MODE == STREAM {
+            // Streaming stores are ordered by no lock and no atomic.
+            _mm_sfence();
         }
-        let crc = _mm_crc32_u64(_mm_crc32_u64(0, last[0]), last[1]);
-        !(crc as u32)
+        // SAFETY: both are 256 bytes.
+        join(unsafe { std::mem::transmute::<[__m512i; 4], [__m128i; LANES]>(sums) })
     }
 
-    #[target_feature(enable = "avx512f,vpclmulqdq,sse4.2")]
-    fn moved_lane(value: [u64; 2], onto: [u64; 2]) -> [u64; 2] {
-        let wide = |pair: [u64; 2]| {
-            _mm512_broadcast_i32x4(_mm_set_epi64x(pair[1].cast_signed(), pair[0].cast_signed()))
+    /// # Safety
+    /// As [`fold_512`].
+    #[target_feature(enable = "avx2,vpclmulqdq,pclmulqdq,sse4.2")]
+    unsafe fn fold_256<const MODE: u8>(crc: u32, piece: Piece) -> u32 {
+        let take = |at: usize| {
+            // SAFETY: as above, for 32 bytes.
+            unsafe {
+                let mut bytes = _mm256_loadu_si256(piece.from.add(at).cast());
+                asm!("/* {} */", inout(ymm_reg) bytes, options(nomem, nostack, preserves_flags));
+                match MODE {
+                    COPY => _mm256_storeu_si256(piece.to.add(at).cast(), bytes),
+                    STREAM => _mm256_stream_si256(piece.to.add(at).cast(), bytes),
+                    _ => {}
+                }
+                bytes
+            }
         };
-        // SAFETY: both are 64 bytes.
-        let lanes: [[u64; 2]; 4] = unsafe { std::mem::transmute(moved(wide(value), MOVE_16, wide(onto))) };
-        lanes[0]
+        let by = _mm256_broadcastsi128_si256(_mm_set_epi64x(MOVE_256[1], MOVE_256[0]));
+        let start = _mm256_zextsi128_si256(_mm_cvtsi64_si128(i64::from(!crc)));
+        let mut sums: [__m256i; 8] = std::array::from_fn(|nth| take(nth * 32));
+        sums[0] = _mm256_xor_si256(sums[0], start);
+        for at in (STEP..piece.len).step_by(STEP) {
+            for (nth, sum) in sums.iter_mut().enumerate() {
+                let low = _mm256_clmulepi64_epi128::<0x00>(*sum, by);
+                let high = _mm256_clmulepi64_epi128::<0x11>(*sum, by);
+                *sum = _mm256_xor_si256(_mm256_xor_si256(low, high), take(at + nth * 32));
+            }
+        }
+        if MODE == STREAM {
+            _mm_sfence();
+        }
+        // SAFETY: both are 256 bytes.
+        join(unsafe { std::mem::transmute::<[__m256i; 8], [__m128i; LANES]>(sums) })
+    }
+
+    /// Moves each lane onto the next one, and takes the sum of the last.
+    #[target_feature(enable = "pclmulqdq,sse4.2")]
+    fn join(lanes: [__m128i; LANES]) -> u32 {
+        let by = _mm_set_epi64x(MOVE_16[1], MOVE_16[0]);
+        let mut sum = lanes[0];
+        for lane in &lanes[1..] {
+            let (low, high) = (_mm_clmulepi64_si128::<0x00>(sum, by), _mm_clmulepi64_si128::<0x11>(sum, by));
+            sum = _mm_xor_si128(_mm_xor_si128(low, high), *lane);
+        }
+        let (low, high) = (_mm_extract_epi64::<0>(sum), _mm_extract_epi64::<1>(sum));
+        !(_mm_crc32_u64(_mm_crc32_u64(0, low.cast_unsigned()), high.cast_unsigned()) as u32)
     }
 }
 
 /// Other CPUs: nothing is folded.
 #[cfg(not(target_arch = "x86_64"))]
 mod wide {
-    pub(super) const STEP: usize = 256;
+    use super::Folds;
 
-    pub(super) const fn is_supported() -> bool {
-        false
+    pub(super) const fn folds() -> Option<Folds> {
+        None
     }
 
-    /// # Safety
-    /// Never called.
-    pub(super) unsafe fn fold(crc: u32, _: &[u8]) -> u32 {
-        crc
+    #[cfg(test)]
+    pub(super) fn all() -> Vec<Folds> {
+        Vec::new()
     }
 }
 
@@ -120,6 +233,47 @@ mod tests {
                 let from = &from[offset..];
                 let wanted = crc32c::crc32c_append(before, from);
                 assert_eq!(append(before, from), wanted, "{len} bytes");
+            }
+        }
+    }
+
+    #[test]
+    fn every_way_of_folding_sums_and_copies_alike() {
+        for folds in wide::all() {
+            for num_steps in 1..20 {
+                let len = num_steps * STEP;
+                let from = bytes(len + 1, 7);
+                for (skip, before) in [(0, 0), (1, 0x89AB_CDEF)] {
+                    let from = &from[skip..skip + len];
+                    let mut to = vec![0; len + 64];
+                    let place = to.as_ptr().align_offset(64);
+                    let all = [(folds.sum, false), (folds.sum_and_copy, true), (folds.sum_and_stream, true)];
+                    for (fold, copies) in all {
+                        to.fill(0);
+                        let piece = Piece { from: from.as_ptr(), to: to[place..].as_mut_ptr(), len };
+                        // SAFETY: this CPU has it; there is room, and it is aligned.
+                        let sum = unsafe { fold(before, piece) };
+                        assert_eq!(sum, crc32c::crc32c_append(before, from), "{}", folds.name);
+                        assert_eq!(&to[place..place + len] == from, copies, "{}: {num_steps}", folds.name);
+                    }
+                }
+            }
+            eprintln!("checked {}", folds.name);
+        }
+    }
+
+    #[test]
+    fn what_is_copied_is_what_is_summed_and_nothing_beyond() {
+        for len in [0, 1, 255, 256, 257, 1000, 12_288, 12_300] {
+            let from = bytes(len, len as u64);
+            for (place, far) in [(0, false), (0, true), (1, true), (64, true)] {
+                let mut to = vec![0xEE; len + 192];
+                let place = to.as_ptr().align_offset(64) + place;
+                // SAFETY: both have `len` bytes.
+                let sum = unsafe { append_copied(5, from.as_ptr(), &mut to[place..place + len], far) };
+                assert_eq!((sum, &to[place..place + len]), (append(5, &from), &from[..]));
+                let (before, after) = (&to[..place], &to[place + len..]);
+                assert!(before.iter().chain(after).all(|&byte| byte == 0xEE), "{len} to {place}");
             }
         }
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use baton_kv::Fence;
 use baton_proto::v1;
+use baton_telemetry::trace::TraceContext;
 use tokio::sync::{Notify, mpsc, watch};
 
 use crate::receiver::{ReceiveReport, ReceiverEvent};
@@ -15,6 +16,8 @@ use crate::writer::Writer;
 pub(crate) struct News {
     pub(crate) verified: u64,
     pub(crate) report: ReceiveReport,
+    /// The source's span of the transfer, once a stream was opened.
+    pub(crate) trace: Option<TraceContext>,
     /// The lease is dropped.
     pub(crate) ended: bool,
 }
@@ -70,6 +73,11 @@ impl Entry {
     pub(crate) fn progress(&self) -> v1::PushProgress {
         let news = self.news.borrow();
         v1::PushProgress { bytes: news.verified, frames: news.report.frames, shared_read: 0 }
+    }
+
+    /// A stream of this span was opened.
+    pub(crate) fn traced(&self, trace: TraceContext) {
+        self.news.send_if_modified(|news| news.trace.replace(trace).is_none());
     }
 
     /// Whether the handoff ended with bytes missing.

@@ -71,13 +71,13 @@ pub(crate) fn header(frame: &Frame, waits: Waits) -> v1::KvFrame {
 }
 
 impl Blocks {
-    /// Gives a frame's payload to `take`, in order, and returns the frame's sum. Each part is summed right after it was taken: copying
-    /// fetches it from far memory as fast as can be, and then it is near. `tail` is scratch memory.
+    /// Gives a frame's payload to `take`, in order, and returns the frame's sum: `take` appends each part to the sum that it is given. `tail`
+    /// is scratch memory.
     pub(crate) fn read(
         &self,
         frame: &Frame,
         tail: &mut Vec<u8>,
-        mut take: impl FnMut(&[u8]),
+        mut take: impl FnMut(u32, &[u8]) -> u32,
     ) -> Result<u32, MemoryError> {
         let mut crc = header_crc(&self.key, frame);
         let (layer, first) = (frame.layer as usize, frame.first_block as usize);
@@ -85,13 +85,11 @@ impl Blocks {
             let at = BlockSlice { layer, nth: first, num_tokens: frame.tail_tokens as usize };
             tail.clear();
             self.memory.gather(&self.lease, at, tail)?;
-            take(tail);
-            return Ok(checksum::append(crc, tail));
+            return Ok(take(crc, tail));
         }
         for nth in first..first + frame.num_blocks as usize {
             let block = self.memory.read(&self.lease, layer, nth)?;
-            take(block);
-            crc = checksum::append(crc, block);
+            crc = take(crc, block);
         }
         Ok(crc)
     }
@@ -128,7 +126,11 @@ impl FrameEncoder {
         put_message(&header(frame, waits), buf)?;
         buf.put_u8(PAYLOAD_TAG);
         prost::encode_length_delimiter(frame.len as usize, buf).map_err(no_room)?;
-        let read = blocks.read(frame, &mut self.tail, |bytes| buf.put_slice(bytes));
+        // Summed right after it was copied: copying fetches it from far memory as fast as can be, and then it is near.
+        let read = blocks.read(frame, &mut self.tail, |crc, bytes| {
+            buf.put_slice(bytes);
+            checksum::append(crc, bytes)
+        });
         let crc = read.map_err(|error| Status::internal(format!("frame {}: {error}", frame.index)))?;
         // Fields of one message may be written apart: concatenated messages merge.
         put_message(&v1::KvFrame { crc32c: crc, ..v1::KvFrame::default() }, buf)

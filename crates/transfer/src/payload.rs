@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use baton_proto::v1;
 
+use crate::checksum;
 use crate::shared::SharedView;
 
 /// The payload of one message.
@@ -44,6 +45,21 @@ impl<'a> Payload<'a> {
         match self {
             Self::Here(bytes) => bytes.len(),
             Self::Shared { len, .. } => *len,
+        }
+    }
+
+    /// Copies the bytes from `start` on into `out`, past the caches, and appends them to `crc`; `None` beyond the payload's end. What another
+    /// process can change is looked at once: what is summed is what is written.
+    pub(crate) fn copy(&self, start: usize, out: &mut [u8], crc: u32) -> Option<u32> {
+        let end = start.checked_add(out.len())?;
+        match self {
+            Self::Here(bytes) => {
+                let part = bytes.get(start..end)?;
+                // SAFETY: the part has as many bytes as `out`.
+                Some(unsafe { checksum::append_copied(crc, part.as_ptr(), out, true) })
+            }
+            Self::Shared { view, offset, len } if end <= *len => view.read_far(offset + start, out, crc),
+            Self::Shared { .. } => None,
         }
     }
 

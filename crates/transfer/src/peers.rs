@@ -246,7 +246,7 @@ impl Probe {
         getrandom::fill(&mut nonce).map_err(std::io::Error::other)?;
         let mut memory = SharedMemory::new(NONCE_BYTES)?;
         // It fits.
-        let _ = memory.write(0, &nonce);
+        let _ = memory.write(0, &nonce, 0);
         Ok(Self { memory, nonce })
     }
 

@@ -10,9 +10,10 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::Channel;
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Request, Status, Streaming};
 
 use crate::bulk::{Bulk, Lent};
+use crate::control::traced;
 use crate::frames::{Frame, MAX_FRAME_BYTES};
 use crate::outgoing::{Blocks, Outgoing, PushCodec, Waits, header};
 use crate::sender::{Next, SenderEvent, Shared};
@@ -101,7 +102,8 @@ impl PushTask {
     async fn stream(&self, from: u64, reopened: bool, lent: Option<Lent>) -> Ended {
         let (frames, outgoing) = mpsc::channel(FRAMES_IN_FLIGHT);
         let path = lent.as_ref().map(|lent| lent.ring.path());
-        let mut link = Link::open(self.bulk.channel(), outgoing, lent);
+        let mut link =
+            Link::open(self.bulk.channel(), traced(ReceiverStream::new(outgoing), self.shared.trace), lent);
         // The queue is empty: this can't fail.
         let _ = frames.try_send(Outgoing::opening(&self.shared.key, path));
         let ended = self.feed(&frames, &mut link, from, reopened).await;
@@ -170,16 +172,20 @@ impl PushTask {
     }
 
     fn kv(&self, frame: Frame, waits: &mut WaitClock, link: &mut Link) -> Result<Outgoing, Ended> {
+        let waits = waits.take();
+        self.shared.frame_made(waits.credit_us);
         let Some(Lent { ring, .. }) = &mut link.lent else {
-            return Ok(Outgoing::Kv { frame, waits: waits.take(), blocks: Arc::downgrade(&self.blocks) });
+            return Ok(Outgoing::Kv { frame, waits, blocks: Arc::downgrade(&self.blocks) });
         };
         let failed = |what: &dyn std::fmt::Display| Ended::Lost(format!("frame {}: {what}", frame.index));
         let offset = ring.take(frame.len as usize).ok_or_else(|| failed(&"the ring is full"))?;
         let mut end = offset;
         let mut fits = true;
-        let read = self.blocks.read(&frame, &mut Vec::new(), |bytes| {
-            fits &= ring.write(end, bytes);
+        let read = self.blocks.read(&frame, &mut Vec::new(), |crc, bytes| {
+            let written = ring.write(end, bytes, crc);
+            fits &= written.is_some();
             end += bytes.len();
+            written.unwrap_or(crc)
         });
         let crc32c = read.map_err(|error| failed(&error))?;
         if !fits {
@@ -189,7 +195,7 @@ impl PushTask {
             crc32c,
             shared_offset: offset as u64,
             shared_len: frame.len,
-            ..header(&frame, waits.take())
+            ..header(&frame, waits)
         })))
     }
 
@@ -284,12 +290,11 @@ enum Call {
 }
 
 impl Link {
-    fn open(channel: Channel, outgoing: mpsc::Receiver<Outgoing>, lent: Option<Lent>) -> Self {
+    fn open(channel: Channel, request: Request<ReceiverStream<Outgoing>>, lent: Option<Lent>) -> Self {
         let call = Call::Opening(Box::pin(async move {
             let mut grpc = tonic::client::Grpc::new(channel).max_encoding_message_size(MAX_MESSAGE_BYTES);
             grpc.ready().await.map_err(|error| Status::unavailable(crate::channel::describe(&error)))?;
             let path = PathAndQuery::from_static(PUSH_PATH);
-            let request = tonic::Request::new(ReceiverStream::new(outgoing));
             grpc.streaming(request, path, PushCodec).await.map(tonic::Response::into_inner)
         }));
         Self { call, lent }

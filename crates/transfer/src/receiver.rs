@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use baton_handoff::{Cause, HandoffKey};
 use baton_kv::{BlockMemory, WriteLease};
+use baton_telemetry::trace::TraceContext;
 use tokio::sync::{mpsc, watch};
 
 use crate::claim::{Entry, News};
@@ -237,6 +238,11 @@ impl Receiver {
     /// Ends the writing: no write begins after this returns. [`ReceiverEvent::WriterEnded`] follows once the lease is dropped.
     pub fn fence(&self) {
         self.entry.end();
+    }
+
+    /// The source's span of the transfer, once a stream was opened by a source that traces.
+    pub fn trace(&self) -> Option<TraceContext> {
+        self.news.borrow().trace
     }
 
     /// What came in up to now.

@@ -51,9 +51,9 @@ impl Ring {
         self.room.take(len)
     }
 
-    /// Writes at an offset that was taken; false when the bytes do not fit.
-    pub(crate) fn write(&mut self, offset: usize, bytes: &[u8]) -> bool {
-        self.memory.write(offset, bytes)
+    /// Writes at an offset that was taken, and appends the bytes to `crc`; `None` when they do not fit.
+    pub(crate) fn write(&mut self, offset: usize, bytes: &[u8], crc: u32) -> Option<u32> {
+        self.memory.write(offset, bytes, crc)
     }
 
     /// The destination has read this many payloads since the stream began.

@@ -5,10 +5,12 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use baton_handoff::{Cause, HandoffKey};
 use baton_kv::{BlockMemory, ReadLease};
+use baton_telemetry::trace::TraceContext;
 use tokio::sync::{mpsc, watch};
 
 use crate::bulk::Bulk;
@@ -37,6 +39,8 @@ pub struct SenderConfig {
     pub channel: Bulk,
     /// Credit of the grant: a frame is never larger, but always at least one block of one layer.
     pub first_credit: u64,
+    /// The span of the transfer, for the destination.
+    pub trace: Option<TraceContext>,
 }
 
 /// What the sender tells; the names are those of [`baton_handoff::SourceFact`].
@@ -99,7 +103,10 @@ pub(crate) struct News {
 
 pub(crate) struct Shared {
     pub(crate) key: HandoffKey,
+    pub(crate) trace: Option<TraceContext>,
     pub(crate) progress: Progress,
+    first_frame_at: OnceLock<Instant>,
+    credit_wait_us: AtomicU64,
     pub(crate) news: watch::Sender<News>,
     up_to: AtomicU64,
     fenced: AtomicBool,
@@ -132,7 +139,7 @@ pub fn sender_with_frames(
     config: SenderConfig,
     frame_bytes: usize,
 ) -> Result<(Sender, impl Future<Output = ()> + Send + use<>), TransferError> {
-    let SenderConfig { key, span, lease, memory, progress, channel, first_credit } = config;
+    let SenderConfig { key, span, lease, memory, progress, channel, first_credit, trace } = config;
     let frame_bytes = usize::try_from(first_credit).unwrap_or(usize::MAX).min(frame_bytes);
     let plan = FramePlan::new(memory.layout(), span, frame_bytes)?;
     let largest = frame_bytes.max(memory.layout().block_layer_bytes());
@@ -154,6 +161,9 @@ pub fn sender_with_frames(
     let (events_tx, events) = mpsc::channel(4);
     let shared = Arc::new(Shared {
         key,
+        trace,
+        first_frame_at: OnceLock::new(),
+        credit_wait_us: AtomicU64::new(0),
         progress,
         news: news_tx,
         up_to: AtomicU64::new(0),
@@ -248,6 +258,16 @@ impl Sender {
         }
     }
 
+    /// When the first frame was made; none was before that.
+    pub fn first_frame_at(&self) -> Option<Instant> {
+        self.shared.first_frame_at.get().copied()
+    }
+
+    /// How long frames were ready and there was no credit for them, up to the last frame sent.
+    pub fn credit_wait(&self) -> Duration {
+        Duration::from_micros(self.shared.credit_wait_us.load(Ordering::Relaxed))
+    }
+
     /// The whole stream's bytes and frames; `None` until every token of the span is computed.
     pub fn totals(&self) -> Option<SentTotals> {
         self.shared.catch_up();
@@ -291,6 +311,12 @@ impl Shared {
             news.encoded = news.encoded.max(computed);
             grown
         });
+    }
+
+    /// A frame goes out that had waited for credit this long.
+    pub(crate) fn frame_made(&self, waited_us: u64) {
+        self.first_frame_at.get_or_init(Instant::now);
+        self.credit_wait_us.fetch_add(waited_us, Ordering::Relaxed);
     }
 
     /// What the stream does next, when its new frames have come to `index`.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use baton_handoff::Cause;
 use baton_proto::v1;
+use baton_telemetry::trace::{TRACEPARENT, TraceContext};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
@@ -75,7 +76,8 @@ impl Service<Request<Body>> for KvStreamService {
             if head.uri.path() != PUSH_PATH {
                 return Ok(Status::unimplemented(format!("there is no {}", head.uri.path())).into_http());
             }
-            Ok(match push(&receivers, Incoming::new(body)).await {
+            let trace = head.headers.get(TRACEPARENT).and_then(|value| TraceContext::parse(value.as_bytes()));
+            Ok(match push(&receivers, Incoming::new(body), trace).await {
                 Ok(answers) => respond(answers),
                 Err(status) => status.into_http(),
             })
@@ -94,7 +96,11 @@ fn respond(answers: mpsc::Receiver<Answer>) -> Response<Body> {
 }
 
 /// Reads the first message and lets a task of its own read the others.
-async fn push(receivers: &Receivers, mut frames: Incoming) -> Result<mpsc::Receiver<Answer>, Status> {
+async fn push(
+    receivers: &Receivers,
+    mut frames: Incoming,
+    trace: Option<TraceContext>,
+) -> Result<mpsc::Receiver<Answer>, Status> {
     let opening = tokio::time::timeout(OPENING_TIMEOUT, frames.message())
         .await
         .map_err(|_| Status::deadline_exceeded("no first message within 10 s"))??
@@ -105,6 +111,9 @@ async fn push(receivers: &Receivers, mut frames: Incoming) -> Result<mpsc::Recei
     let key = wire::decode_key(opening.key)?;
     let entry =
         receivers.find(&key).ok_or_else(|| Status::not_found(format!("no handoff {key} is granted here")))?;
+    if let Some(trace) = trace {
+        entry.traced(trace);
+    }
     let view = receivers.view(&opening.shared_path).map_err(Status::failed_precondition)?;
     let (answers, answered) = mpsc::channel(2);
     match entry.claim(TAKEOVER_TIMEOUT).await {

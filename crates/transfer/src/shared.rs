@@ -10,6 +10,8 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::ptr::NonNull;
 
+use crate::checksum;
+
 /// Seals of a file that can be mapped without fear.
 const SEALS: libc::c_int =
     libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_SEAL;
@@ -59,7 +61,7 @@ impl Map {
 
 impl Drop for Map {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours alone, and no reference into it was ever made.
+        // SAFETY: the mapping is ours alone, and no reference into it is left.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
@@ -102,18 +104,17 @@ impl SharedMemory {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
 
-    /// Writes `bytes` at `offset`; false, and nothing written, when they do not fit there.
-    pub(crate) fn write(&mut self, offset: usize, bytes: &[u8]) -> bool {
+    /// Writes `bytes` at `offset` and appends them to `crc`; `None`, and nothing written, when they do not fit there.
+    pub(crate) fn write(&mut self, offset: usize, bytes: &[u8], crc: u32) -> Option<u32> {
         if !self.map.holds(offset, bytes.len()) {
-            return false;
+            return None;
         }
         // SAFETY: the range was checked and stays backed, for the file can't shrink. `bytes` lies elsewhere, since no lasting reference
         // into the mapping is ever made. That the other process may read meanwhile harms only what it reads, which it verifies.
         unsafe {
-            let to = self.map.base.as_ptr().add(offset);
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+            let to = std::slice::from_raw_parts_mut(self.map.base.as_ptr().add(offset), bytes.len());
+            Some(checksum::append_copied(crc, bytes.as_ptr(), to, false))
         }
-        true
     }
 }
 
@@ -145,6 +146,15 @@ impl SharedView {
     /// Whether `len` bytes from `offset` on lie within.
     pub(crate) const fn holds(&self, offset: usize, len: usize) -> bool {
         self.map.holds(offset, len)
+    }
+
+    /// As [`SharedView::read`], and appends the bytes to `crc`; they are written past the caches.
+    pub(crate) fn read_far(&self, offset: usize, out: &mut [u8], crc: u32) -> Option<u32> {
+        if !self.map.holds(offset, out.len()) {
+            return None;
+        }
+        // SAFETY: as in `read`; each byte is looked at once, and what is written of it is what is summed.
+        Some(unsafe { checksum::append_copied(crc, self.map.base.as_ptr().add(offset), out, true) })
     }
 
     /// Copies what lies at `offset` into `out`; false, and `out` unchanged, when the range does not lie within.
@@ -220,20 +230,25 @@ mod tests {
         let mut memory = SharedMemory::new(10_000).unwrap();
         let view = SharedView::open(&memory.path(), 10_000).unwrap();
         assert_eq!(view.len(), 10_000);
-        assert!(memory.write(9_990, &[7; 10]) && !memory.write(9_991, &[8; 10]));
-        assert!(!memory.write(usize::MAX, &[8]));
+        assert_eq!(memory.write(9_990, &[7; 10], 3), Some(checksum::append(3, &[7; 10])));
+        assert_eq!(memory.write(9_991, &[8; 10], 0), None);
+        assert_eq!(memory.write(usize::MAX, &[8], 0), None);
         let mut out = [1; 10];
         for beyond in [9_991, 10_000, usize::MAX - 5, usize::MAX] {
             assert!(!view.read(beyond, &mut out) && out == [1; 10], "{beyond}");
         }
         assert!(view.read(9_990, &mut out));
         assert_eq!(out, [7; 10]);
+        let mut out = [1; 10];
+        assert_eq!((view.read_far(9_991, &mut out, 0), out), (None, [1; 10]));
+        assert_eq!(view.read_far(9_990, &mut out, 3), Some(checksum::append(3, &[7; 10])));
+        assert_eq!(out, [7; 10]);
     }
 
     #[test]
     fn a_view_outlives_its_maker_and_no_name_is_left() {
         let mut memory = SharedMemory::new(4096).unwrap();
-        assert!(memory.write(0, b"kept"));
+        assert!(memory.write(0, b"kept", 0).is_some());
         let (view, path) = (SharedView::open(&memory.path(), 4096).unwrap(), memory.path());
         drop(memory);
         let mut out = [0; 4];
@@ -286,7 +301,7 @@ mod tests {
     #[test]
     fn a_nonce_is_found_only_where_it_was_written() {
         let mut memory = SharedMemory::new(4096).unwrap();
-        assert!(memory.write(0, &[5; 16]));
+        assert!(memory.write(0, &[5; 16], 0).is_some());
         assert_eq!(check_nonce(&memory.path(), &[5; 16]), Ok(()));
         assert!(check_nonce(&memory.path(), &[6; 16]).unwrap_err().contains("the nonce differs"));
         assert!(check_nonce(&memory.path(), &[5; 5000]).is_err());

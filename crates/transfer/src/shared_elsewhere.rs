@@ -14,7 +14,7 @@ impl SharedMemory {
         match *self {}
     }
 
-    pub(crate) fn write(&mut self, _offset: usize, _bytes: &[u8]) -> bool {
+    pub(crate) fn write(&mut self, _offset: usize, _bytes: &[u8], _crc: u32) -> Option<u32> {
         match *self {}
     }
 }
@@ -32,6 +32,10 @@ impl SharedView {
     }
 
     pub(crate) const fn holds(&self, _offset: usize, _len: usize) -> bool {
+        match *self {}
+    }
+
+    pub(crate) fn read_far(&self, _offset: usize, _out: &mut [u8], _crc: u32) -> Option<u32> {
         match *self {}
     }
 

@@ -186,11 +186,12 @@ pub fn encode_source(message: &SourceMessage) -> v1::SourceMessage {
             destination_instance: encode_instance(*destination),
             prompt_tokens: *prompt_tokens,
         }),
-        SourceMessage::Notice => Message::Notice(v1::Notice {}),
+        SourceMessage::Notice => Message::Notice(v1::Notice::default()),
         SourceMessage::Commit(Commit { first_tokens, bytes, frames }) => Message::Commit(v1::Commit {
             first_tokens: encode_first_tokens(first_tokens),
             bytes: *bytes,
             frames: *frames,
+            step_cost: None,
         }),
         SourceMessage::Abort(cause) => {
             Message::Abort(v1::Abort { cause: encode_cause(*cause) as i32, detail: cause.to_string() })
@@ -212,7 +213,7 @@ pub fn decode_source(message: v1::SourceMessage) -> Result<SourceMessage> {
             destination: decode_instance("offer.destination_instance", &offer.destination_instance)?,
             prompt_tokens: offer.prompt_tokens,
         },
-        Message::Notice(v1::Notice {}) => SourceMessage::Notice,
+        Message::Notice(v1::Notice { .. }) => SourceMessage::Notice,
         Message::Commit(commit) => SourceMessage::Commit(Commit {
             first_tokens: decode_first_tokens("commit.first_tokens", commit.first_tokens)?,
             bytes: commit.bytes,

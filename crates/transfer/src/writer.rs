@@ -30,7 +30,7 @@ pub(crate) struct Writer {
     mark: Option<Instant>,
     /// Bytes since others had their turn.
     unyielded: usize,
-    /// Where shared bytes are copied to, summed, and copied on.
+    /// Where the bytes of a shared tail are copied to, summed, and copied on.
     scratch: Vec<u8>,
 }
 
@@ -227,10 +227,10 @@ impl Writer {
         }
         let block_bytes = self.memory.layout().block_layer_bytes();
         for nth in 0..frame.num_blocks as usize {
-            let part = nth * block_bytes..(nth + 1) * block_bytes;
-            let block = payload.part(part, &mut self.scratch).ok_or_else(no_part)?;
-            crc = checksum::append(crc, block);
-            self.memory.write(&self.lease, layer, first + nth, block).map_err(fault)?;
+            let mut sum = None;
+            let mut copy = |block: &mut [u8]| sum = payload.copy(nth * block_bytes, block, crc);
+            self.memory.fill(&self.lease, layer, first + nth, &mut copy).map_err(fault)?;
+            crc = sum.ok_or_else(no_part)?;
             self.unyielded += block_bytes;
             if self.unyielded >= SLICE_BYTES {
                 self.unyielded = 0;

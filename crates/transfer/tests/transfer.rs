@@ -4,12 +4,13 @@ mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_handoff::Cause;
 use baton_proto::v1;
 use baton_proto::v1::kv_stream_server::{KvStream, KvStreamServer};
-use baton_transfer::{BULK_WINDOW_BYTES, ReceiverEvent, Receivers, SenderEvent, TokenSpan};
+use baton_telemetry::trace::TraceContext;
+use baton_transfer::{BULK_WINDOW_BYTES, ReceiverEvent, Receivers, SenderConfig, SenderEvent, TokenSpan};
 use support::memory::assert_same;
 use support::proxy::{self, Mischief};
 use support::{Destination, Driver, Origin, Outcome, PATIENCE, Rng, Sink, channel, key, layout};
@@ -177,6 +178,33 @@ async fn a_fenced_sender_lets_go_of_its_blocks_and_the_destination_hears_that_it
     }
     assert_eq!(receiver.next().await, Some(ReceiverEvent::Verified { bytes: 8192 }));
     assert!(matches!(receiver.next().await, Some(ReceiverEvent::Lost { .. })));
+}
+
+#[tokio::test]
+async fn the_span_travels_with_the_stream_and_waiting_for_credit_is_told() {
+    let (layout, rng) = (layout(3, 2, 64, 16), &mut Rng(13));
+    let destination = Destination::start(&layout, 20).await;
+    let origin = Origin::new(&layout, SPAN, rng);
+    let table = destination.reserve(SPAN, rng);
+    let mut receiver = destination.grant(key(1), SPAN, &table);
+    let mut driver = Driver::new(8192, SPAN.bytes(&layout));
+    let trace = TraceContext { trace_id: [1; 16], span_id: [2; 8], sampled: true };
+    let config = origin.config(key(1), SPAN, destination.channel(), driver.credit);
+    let (mut sender, task) = baton_transfer::sender(SenderConfig { trace: Some(trace), ..config }).unwrap();
+    assert_eq!(
+        (sender.first_frame_at(), sender.credit_wait(), receiver.trace()),
+        (None, Duration::ZERO, None)
+    );
+    tokio::spawn(task);
+    origin.progress.tokens_done(SPAN.prompt_tokens);
+    let begun = Instant::now();
+    // Everything is computed, and nobody gave credit.
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert_eq!(driver.run(&mut sender, &mut receiver).await, Outcome::Delivered);
+    assert_eq!(receiver.trace(), Some(trace));
+    let (first, waited) = (sender.first_frame_at().unwrap(), sender.credit_wait());
+    assert!(first >= begun + Duration::from_millis(50), "{:?}", first - begun);
+    assert!((Duration::from_millis(40)..begun.elapsed()).contains(&waited), "{waited:?}");
 }
 
 /// A destination that answers and then reads nothing.

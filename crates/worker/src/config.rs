@@ -4,7 +4,9 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use baton_engine::Quantize;
 use baton_kv::KvDtype;
+use baton_telemetry::trace::Tracing;
 
 use crate::cpus::CpuList;
 use crate::size::ByteSize;
@@ -68,7 +70,13 @@ pub struct WorkerConfig {
     #[arg(long, env = "BATON_PRECISION", value_name = "NAME", default_value = "auto", value_parser = ["auto", "f32"])]
     pub precision: String,
 
-    /// Element type of the KV cache: f16 or f32; the same on all workers
+    /// Rounds the weights while they are loaded: 'none' keeps them as stored, 'int8' takes 8 bits for each where the model has F32,
+    /// F16 or BF16 (safetensors); the same on all workers
+    #[arg(long, env = "BATON_QUANTIZE", value_name = "NAME", default_value = "none")]
+    pub quantize: Quantize,
+
+    /// Element type of the KV cache: f16, bf16, f32 or fp8 (e4m3 with a scale for each head of a token: half the memory and half the
+    /// bytes to move); the same on all workers
     #[arg(long, env = "BATON_KV_DTYPE", value_name = "NAME", default_value = "f16")]
     pub kv_dtype: KvDtype,
 
@@ -107,6 +115,21 @@ pub struct WorkerConfig {
     /// Time that running requests get to end after SIGTERM, in seconds, 0 to 3600
     #[arg(long, env = "BATON_DRAIN_TIMEOUT", value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     pub drain_timeout: Duration,
+
+    /// A gap between two tokens counts as a stall when it is this much longer than a step that only decodes, in milliseconds,
+    /// 1 to 60000
+    #[arg(long, env = "BATON_STALL_THRESHOLD_MS", value_name = "MS", default_value_t = 20,
+          value_parser = clap::value_parser!(u32).range(1..=60000))]
+    pub stall_threshold_ms: u32,
+
+    /// Names under which /metrics also shows the load: 'vllm' adds those of vLLM
+    #[arg(long, env = "BATON_METRICS_COMPAT", value_name = "NAME", default_value = "none",
+          value_parser = ["none", "vllm"])]
+    pub metrics_compat: String,
+
+    /// Where spans go: made from options of the whole process.
+    #[arg(skip)]
+    pub tracing: Tracing,
 
     /// Allow an address other than loopback although nothing is encrypted or authenticated
     #[arg(long, env = "BATON_INSECURE")]
@@ -215,6 +238,11 @@ mod tests {
         let config = parse(&[]).unwrap();
         assert!(config.listen.ip().is_loopback());
         assert_eq!((config.block_size, config.kv_dtype), (16, KvDtype::F16));
+        for dtype in KvDtype::ALL {
+            assert_eq!(parse(&["--kv-dtype", dtype.name()]).unwrap().kv_dtype, dtype);
+        }
+        assert_eq!(config.quantize, Quantize::None);
+        assert_eq!(parse(&["--quantize", "int8"]).unwrap().quantize, Quantize::Int8);
         assert!(config.prefix_cache && !parse(&["--prefix-cache=off"]).unwrap().prefix_cache);
         assert_eq!(config.drain_timeout, Duration::from_secs(5));
         assert!(config.num_threads() >= 1);
@@ -233,6 +261,7 @@ mod tests {
             (vec!["--threads", "0"], "--threads"),
             (vec!["--context", "8"], "--context"),
             (vec!["--kv-dtype", "int4"], "--kv-dtype"),
+            (vec!["--quantize", "int4"], "--quantize"),
             (vec!["--precision", "f64"], "--precision"),
             (vec!["--prefix-cache", "yes"], "--prefix-cache"),
             (vec!["--prefix-cache"], "--prefix-cache"),

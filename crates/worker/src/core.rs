@@ -6,6 +6,7 @@ use baton_handoff::InstanceId;
 use baton_kv::{BlockMemory, BlockPool, KvLayout};
 use baton_proto::v1::Role;
 use baton_telemetry::metrics::WorkerMetrics;
+use baton_telemetry::trace::Tracing;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tonic::Status;
@@ -29,6 +30,8 @@ pub struct Core {
     pub lifecycle: Lifecycle,
     /// What it counts.
     pub metrics: WorkerMetrics,
+    /// Where its spans go.
+    pub tracing: Tracing,
     /// How fast KV moves from here to others.
     pub links: LinkRates,
     /// The thread for KV in bulk.

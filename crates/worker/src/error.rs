@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use baton_engine::EngineBuildError;
 use baton_model::ModelError;
 
 /// Why a worker could not start or had to stop. Every message is one line for a user.
@@ -29,6 +30,9 @@ pub enum WorkerError {
     /// The model can't be had or used.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// The model is sound and the engine can't run it, or not as asked: the user chooses another.
+    #[error("{0}")]
+    Unsupported(String),
     /// There is too little memory: the user lowers what is asked for.
     #[error("{0}")]
     Memory(String),
@@ -59,5 +63,20 @@ impl WorkerError {
     pub(crate) fn file(verb: &str, path: &std::path::Path) -> impl FnOnce(std::io::Error) -> Self + use<> {
         let path: PathBuf = path.to_owned();
         Self::system(format!("{verb} {}", path.display()))
+    }
+}
+
+impl From<EngineBuildError> for WorkerError {
+    fn from(error: EngineBuildError) -> Self {
+        let line = error.to_string();
+        match error {
+            EngineBuildError::Model(error) => Self::Model(error),
+            EngineBuildError::OutOfMemory { .. } => Self::Memory(line),
+            EngineBuildError::IsaUnavailable { .. } => Self::config("--isa", line),
+            EngineBuildError::UnsupportedModel { .. } | EngineBuildError::BadTensor { .. } => {
+                Self::Unsupported(line)
+            }
+            EngineBuildError::InvalidConfig { .. } | EngineBuildError::Threads(_) => Self::Engine(line),
+        }
     }
 }

@@ -41,7 +41,8 @@ pub use service::{HEARTBEAT, MAX_WATCHERS};
 pub use size::ByteSize;
 pub use state::{Lifecycle, State};
 pub use steps::{
-    Built, CacheView, LayerSink, Load, Sequence, SequenceEvent, Stamped, StepHandle, StepRates, StepThread,
-    StepThreadOptions, Submission, refusal_cause,
+    AvoidedStall, Built, CacheView, LayerSink, Load, Owner, RunStats, Sequence, SequenceEvent, Stall,
+    StallCause, Stamped, StepHandle, StepRates, StepThread, StepThreadOptions, Submission, prefill_seconds,
+    refusal_cause,
 };
 pub use threads::Niceness;

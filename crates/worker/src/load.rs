@@ -3,9 +3,9 @@
 
 use std::time::Instant;
 
-use baton_engine::{CpuEngine, CpuEngineConfig, EngineBuildError, Isa, Precision};
+use baton_engine::{CpuEngine, CpuEngineConfig, EnginePlan, Isa, Precision};
 use baton_kv::{BlockMemory, BlockPool};
-use baton_model::{Model, ModelConfig, ModelName, NoProgress, ResolveOptions};
+use baton_model::{Model, ModelConfig, ModelName, ModelSource, NoProgress, Progress, ResolveOptions};
 use baton_scheduler::{Engine, Scheduler, SchedulerConfig};
 
 use crate::core::{Loaded, RequestLimits};
@@ -49,19 +49,12 @@ pub(crate) fn load(
 ) -> Result<(Built, Loaded), WorkerError> {
     let started = Instant::now();
     let model = open_model(config)?;
-    let context = context(config, &model.config)?;
-    let mut engine_config = engine_config(config)?;
-    let needed = baton_engine::memory_needed(&model, &engine_config).map_err(refused)?;
-    let plan = MemoryPlan::new(MemoryNeed {
-        block_bytes: needed.block_bytes,
-        block_size: config.block_size,
-        other_bytes: needed.weights_bytes + needed.scratch_bytes,
-        context,
-        max_num_seqs: config.max_num_seqs as usize,
-        kv_memory: config.kv_memory,
-    })?;
+    let context = config.context_of(&model.config)?;
+    let mut engine_config = config.engine_config()?;
+    let planned = EnginePlan::new(&model, &engine_config)?;
+    let plan = MemoryPlan::new(MemoryNeed::new(config, context, planned.memory))?;
     engine_config.num_blocks = plan.num_blocks;
-    let (engine, arena) = CpuEngine::new(&model, engine_config).map_err(refused)?;
+    let (engine, arena) = CpuEngine::new(&model, engine_config)?;
     let pool = BlockPool::new(plan.num_blocks);
     let cache_salt = config.prefix_cache.then(|| arena.layout().cache_salt());
     let scheduler_config = SchedulerConfig { cache_salt, ..scheduler_config(config, scheduling, context) };
@@ -80,6 +73,7 @@ pub(crate) fn load(
         num_blocks = plan.num_blocks,
         block_size = config.block_size,
         kv_dtype = %config.kv_dtype,
+        weights = planned.weight_format,
         prefix_cache = config.prefix_cache,
         numerics = arena.layout().numerics_id,
         load_ms = started.elapsed().as_millis() as u64,
@@ -95,55 +89,72 @@ pub(crate) fn load(
 }
 
 fn open_model(config: &WorkerConfig) -> Result<Model, WorkerError> {
-    let name: ModelName = config.model.parse()?;
-    let mut options = ResolveOptions::from_env(&NoProgress);
-    if let Some(folder) = &config.cache_dir {
-        options.cache_dir.clone_from(folder);
-    }
-    let source = baton_model::resolve(&name, &options)?;
-    Ok(Model::open(&source)?)
+    Ok(Model::open(&config.resolve_model(&NoProgress)?)?)
 }
 
-fn context(config: &WorkerConfig, model: &ModelConfig) -> Result<usize, WorkerError> {
-    match config.context {
-        Some(context) if context as usize > model.context => {
-            let reason = format!("{context} is more than the model's {}", model.context);
-            Err(WorkerError::config("--context", reason))
+impl WorkerConfig {
+    /// Finds the model, fetching it the first time; `progress` hears how far that is.
+    ///
+    /// # Errors
+    /// [`WorkerError::Model`].
+    pub fn resolve_model(&self, progress: &dyn Progress) -> Result<ModelSource, WorkerError> {
+        let name: ModelName = self.model.parse()?;
+        let mut options = ResolveOptions::from_env(progress);
+        if let Some(folder) = &self.cache_dir {
+            options.cache_dir.clone_from(folder);
         }
-        Some(context) => Ok(context as usize),
-        None => Ok(model.context),
+        Ok(baton_model::resolve(&name, &options)?)
     }
-}
 
-/// All but the number of blocks.
-fn engine_config(config: &WorkerConfig) -> Result<CpuEngineConfig, WorkerError> {
-    let precision = match config.precision.as_str() {
-        "auto" => Precision::Auto,
-        "f32" => Precision::F32,
-        other => {
-            return Err(WorkerError::config("--precision", format!("'{other}' is neither auto nor f32")));
+    /// Tokens of prompt and output together: as configured, or all that the model was made for.
+    ///
+    /// # Errors
+    /// [`WorkerError::Config`] for more than that.
+    pub fn context_of(&self, model: &ModelConfig) -> Result<usize, WorkerError> {
+        match self.context {
+            Some(context) if context as usize > model.context => {
+                let reason = format!("{context} is more than the model's {}", model.context);
+                Err(WorkerError::config("--context", reason))
+            }
+            Some(context) => Ok(context as usize),
+            None => Ok(model.context),
         }
-    };
-    let isa = match config.isa.as_str() {
-        "auto" => None,
-        "avx512" => Some(Isa::Avx512),
-        "avx2" => Some(Isa::Avx2),
-        "portable" => Some(Isa::Portable),
-        other => {
-            let reason = format!("'{other}' is none of auto, avx512, avx2 and portable");
-            return Err(WorkerError::config("--isa", reason));
-        }
-    };
-    Ok(CpuEngineConfig {
-        num_blocks: 1,
-        block_size: config.block_size,
-        kv_dtype: config.kv_dtype,
-        precision,
-        num_threads: config.num_threads(),
-        cpus: config.cpus.as_ref().map(|cpus| cpus.as_slice().to_vec()),
-        max_step_tokens: config.max_step_tokens as usize,
-        isa,
-    })
+    }
+
+    /// The engine's settings, all but the number of blocks, which is 1.
+    ///
+    /// # Errors
+    /// [`WorkerError::Config`] for a name that the options' parsers would have refused.
+    pub fn engine_config(&self) -> Result<CpuEngineConfig, WorkerError> {
+        let precision = match self.precision.as_str() {
+            "auto" => Precision::Auto,
+            "f32" => Precision::F32,
+            other => {
+                return Err(WorkerError::config("--precision", format!("'{other}' is neither auto nor f32")));
+            }
+        };
+        let isa = match self.isa.as_str() {
+            "auto" => None,
+            "avx512" => Some(Isa::Avx512),
+            "avx2" => Some(Isa::Avx2),
+            "portable" => Some(Isa::Portable),
+            other => {
+                let reason = format!("'{other}' is none of auto, avx512, avx2 and portable");
+                return Err(WorkerError::config("--isa", reason));
+            }
+        };
+        Ok(CpuEngineConfig {
+            num_blocks: 1,
+            block_size: self.block_size,
+            kv_dtype: self.kv_dtype,
+            precision,
+            quantize: self.quantize,
+            num_threads: self.num_threads(),
+            cpus: self.cpus.as_ref().map(|cpus| cpus.as_slice().to_vec()),
+            max_step_tokens: self.max_step_tokens as usize,
+            isa,
+        })
+    }
 }
 
 fn scheduler_config(config: &WorkerConfig, scheduling: &Scheduling, context: usize) -> SchedulerConfig {
@@ -162,14 +173,5 @@ fn scheduler_config(config: &WorkerConfig, scheduling: &Scheduling, context: usi
         // The step loop fits it.
         step_cost: None,
         max_step_ms: f64::from(config.max_step_ms),
-    }
-}
-
-fn refused(error: EngineBuildError) -> WorkerError {
-    match error {
-        EngineBuildError::Model(error) => WorkerError::Model(error),
-        EngineBuildError::OutOfMemory { .. } => WorkerError::Memory(error.to_string()),
-        EngineBuildError::IsaUnavailable { .. } => WorkerError::config("--isa", error.to_string()),
-        other => WorkerError::Engine(other.to_string()),
     }
 }

@@ -1,7 +1,9 @@
 //! How many KV blocks a worker has.
 
+use baton_engine::MemoryNeeded;
+
 use crate::size::ByteSize;
-use crate::{WorkerError, limits};
+use crate::{WorkerConfig, WorkerError, limits};
 
 /// Tokens of KV that the default plans for each sequence.
 pub const DEFAULT_TOKENS_PER_SEQUENCE: usize = 1024;
@@ -25,6 +27,33 @@ pub struct MemoryNeed {
     pub max_num_seqs: usize,
     /// `--kv-memory`.
     pub kv_memory: Option<ByteSize>,
+}
+
+impl MemoryNeed {
+    /// From a worker's options, the tokens of prompt and output together, and what its engine takes.
+    pub const fn new(config: &WorkerConfig, context: usize, engine: MemoryNeeded) -> Self {
+        Self {
+            block_bytes: engine.block_bytes,
+            block_size: config.block_size,
+            other_bytes: engine.weights_bytes + engine.scratch_bytes,
+            context,
+            max_num_seqs: config.max_num_seqs as usize,
+            kv_memory: config.kv_memory,
+        }
+    }
+
+    /// The largest context, in tokens and whole blocks, one sequence of which could be held here: by all the memory that is left beside the model,
+    /// or by `--kv-memory` if that is less. `None` where the system tells nothing.
+    pub fn largest_context(&self) -> Option<u64> {
+        let free = limits::memory_limit_bytes().into_iter().chain(limits::memory_available_bytes()).min();
+        self.largest_within(free)
+    }
+
+    fn largest_within(&self, free: Option<u64>) -> Option<u64> {
+        let left = free.map(|bytes| bytes.saturating_sub(self.other_bytes as u64));
+        let bytes = left.into_iter().chain(self.kv_memory.map(|ByteSize(bytes)| bytes)).min()?;
+        Some(bytes / self.block_bytes as u64 * self.block_size as u64)
+    }
 }
 
 /// The outcome.
@@ -131,6 +160,18 @@ mod tests {
         // The default on a small machine: 512 MiB / 4 is less than one context of 180 MiB.
         let error = MemoryPlan::within(NEED, Some(512 << 20), None).unwrap_err().to_string();
         assert!(error.contains("5824") && error.contains("--context"), "{error}");
+    }
+
+    #[test]
+    fn the_largest_context_is_what_the_memory_beside_the_model_holds() {
+        // 100 MiB of the gigabyte are the model's; a block of 16 tokens takes 360 KiB.
+        assert_eq!(NEED.largest_within(Some(1 << 30)), Some(((1 << 30) - (100 << 20)) / (360 << 10) * 16));
+        assert_eq!(NEED.largest_within(Some(50 << 20)), Some(0));
+        assert_eq!(NEED.largest_within(None), None);
+        let asked = MemoryNeed { kv_memory: Some(ByteSize(64 << 20)), ..NEED };
+        assert_eq!(asked.largest_within(Some(1 << 30)), Some(2912));
+        assert_eq!(asked.largest_within(None), Some(2912));
+        assert_eq!(asked.largest_within(Some(110 << 20)), Some((10 << 20) / (360 << 10) * 16));
     }
 
     #[test]

@@ -4,7 +4,10 @@
 use std::time::{Duration, Instant};
 
 use baton_kv::KvLayout;
-use baton_scheduler::{Engine, EngineError, Flow, StepOutput, StepPlan};
+use baton_scheduler::{Engine, EngineError, Flow, StepOutput, StepPlan, StepPoint};
+
+/// Longest sleep between two looks at whether the step is to be left.
+const NAP: Duration = Duration::from_millis(1);
 
 /// Makes every step of the inner engine take at least a fixed time for each token, spread evenly over the layers.
 pub(crate) struct PacedEngine<E> {
@@ -38,16 +41,34 @@ impl<E: Engine> Engine for PacedEngine<E> {
         &mut self,
         plan: &StepPlan,
         output: &mut StepOutput,
-        on_layer: &mut dyn FnMut(usize) -> Flow,
+        on_point: &mut dyn FnMut(StepPoint) -> Flow,
     ) -> Result<(), EngineError> {
         let num_tokens = u32::try_from(plan.tokens.len()).unwrap_or(u32::MAX);
         let layer_time = self.layer_token.saturating_mul(num_tokens);
         let started = Instant::now();
-        self.inner.step(plan, output, &mut |layer| {
-            let due = layer_time.saturating_mul(u32::try_from(layer + 1).unwrap_or(u32::MAX));
-            std::thread::sleep(due.saturating_sub(started.elapsed()));
-            on_layer(layer)
+        self.inner.step(plan, output, &mut |point| {
+            if let StepPoint::LayerEnd(layer) = point {
+                let due = layer_time.saturating_mul(u32::try_from(layer + 1).unwrap_or(u32::MAX));
+                if sleep_until(due, started, on_point) == Flow::Stop {
+                    return Flow::Stop;
+                }
+            }
+            on_point(point)
         })
+    }
+}
+
+/// Sleeps until `due` after `started`, or until the step is to be left.
+fn sleep_until(due: Duration, started: Instant, on_point: &mut dyn FnMut(StepPoint) -> Flow) -> Flow {
+    loop {
+        let left = due.saturating_sub(started.elapsed());
+        if left.is_zero() {
+            return Flow::Continue;
+        }
+        if on_point(StepPoint::Within) == Flow::Stop {
+            return Flow::Stop;
+        }
+        std::thread::sleep(left.min(NAP));
     }
 }
 
@@ -78,9 +99,9 @@ mod tests {
             &mut self,
             _: &StepPlan,
             output: &mut StepOutput,
-            on_layer: &mut dyn FnMut(usize) -> Flow,
+            on_point: &mut dyn FnMut(StepPoint) -> Flow,
         ) -> Result<(), EngineError> {
-            output.stopped = (0..4).any(|layer| on_layer(layer) == Flow::Stop);
+            output.stopped = (0..4).any(|layer| on_point(StepPoint::LayerEnd(layer)) == Flow::Stop);
             Ok(())
         }
     }
@@ -109,8 +130,10 @@ mod tests {
     #[test]
     fn a_step_takes_its_time_layer_by_layer() {
         let (started, mut at) = (Instant::now(), Vec::new());
-        let mut note = |_| {
-            at.push(started.elapsed());
+        let mut note = |point| {
+            if let StepPoint::LayerEnd(_) = point {
+                at.push(started.elapsed());
+            }
             Flow::Continue
         };
         engine().step(&plan(), &mut StepOutput::default(), &mut note).unwrap();
@@ -122,13 +145,15 @@ mod tests {
 
     #[test]
     fn a_step_is_left_within_a_layer() {
-        let mut num_layers = 0;
-        let mut output = StepOutput::default();
-        let mut stop = |_| {
-            num_layers += 1;
-            Flow::Stop
+        let (mut points, mut output) = (Vec::new(), StepOutput::default());
+        let mut stop = |point| {
+            points.push(point);
+            // In the second layer's sleep.
+            let left = points.contains(&StepPoint::LayerEnd(0)) && point == StepPoint::Within;
+            if left { Flow::Stop } else { Flow::Continue }
         };
         engine().step(&plan(), &mut output, &mut stop).unwrap();
-        assert_eq!((num_layers, output.stopped), (1, true));
+        assert!(output.stopped);
+        assert_eq!(points[points.len() - 2..], [StepPoint::LayerEnd(0), StepPoint::Within]);
     }
 }

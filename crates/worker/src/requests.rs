@@ -116,6 +116,8 @@ impl LegRequest {
     /// What the step loop is handed.
     pub fn submission(self, origin: Origin, sink: Option<Arc<dyn LayerSink>>) -> Submission {
         Submission {
+            request: self.key.request,
+            trace: None,
             origin,
             prompt: self.prompt,
             sampling: self.sampling,

@@ -5,10 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::{HeaderMap, header};
 use baton_handoff::InstanceId;
 use baton_kv::KvLayout;
 use baton_proto::v1;
-use baton_telemetry::metrics::{BlockCounts, CONTENT_TYPE, StageGauges, WorkerMetrics};
+use baton_telemetry::metrics::{BlockCounts, StageGauges, VllmGauges, WorkerMetrics};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tonic::service::Routes;
@@ -67,12 +68,22 @@ pub fn start(setup: Setup, services: impl FnOnce(&Arc<Core>) -> Routes) -> Resul
     let threads = Threads::start(config.io_cpus.as_ref(), niceness.bulk)?;
     let instance = identity::new_instance_id()?;
     let core = Arc::new(Core::new(role, instance, config, threads.bulk().clone()));
-    let options =
-        StepThreadOptions { cpus: core.config.cpus.clone(), nice: niceness.step, clock: core.clock };
+    core.tracing.identify(&instance.to_string());
+    core.metrics.read_spans(&core.tracing);
+    let options = StepThreadOptions {
+        cpus: core.config.cpus.clone(),
+        nice: niceness.step,
+        clock: core.clock,
+        tracing: core.tracing.clone(),
+        stall_threshold: Duration::from_millis(u64::from(core.config.stall_threshold_ms)),
+    };
     let building = Arc::clone(&core);
     let thread = StepThread::spawn(options, core.metrics.clone(), core.lifecycle.clone(), move |steps| {
         let (built, loaded) = load::load(&building.config, &scheduling, steps)?;
         report_metrics(&building.metrics, &loaded);
+        if building.config.metrics_compat == "vllm" {
+            report_vllm_metrics(building.role, &building.metrics, &loaded);
+        }
         // Nobody else sets it.
         let _ = building.loaded.set(loaded);
         Ok(built)
@@ -108,6 +119,7 @@ impl Core {
         Self {
             role,
             instance,
+            tracing: config.tracing.clone(),
             config,
             clock: Clock::start(),
             lifecycle: Lifecycle::default(),
@@ -273,6 +285,21 @@ fn report_metrics(metrics: &WorkerMetrics, loaded: &Loaded) {
     });
 }
 
+/// The same under the names that dashboards made for vLLM ask for.
+fn report_vllm_metrics(role: v1::Role, metrics: &WorkerMetrics, loaded: &Loaded) {
+    let (load, pool) = (loaded.steps.load(), loaded.pool.clone());
+    metrics.read_vllm(move || {
+        let (stages, blocks) = (load.borrow().counts, pool.counts());
+        let running = if role == v1::Role::Prefill { stages.prefilling } else { stages.running };
+        let used = blocks.total - blocks.free - blocks.cached;
+        VllmGauges {
+            running: running as u64,
+            waiting: stages.waiting as u64,
+            kv_usage: used as f64 / blocks.total.max(1) as f64,
+        }
+    });
+}
+
 async fn serve(
     server: Server,
     listener: TcpListener,
@@ -283,9 +310,10 @@ async fn serve(
     let (health, health_service) = tonic_health::server::health_reporter();
     tokio::spawn(report_health(health, core.lifecycle.watch()));
     let metrics = core.metrics.clone();
-    let scrape = move || {
-        let text = metrics.encode();
-        std::future::ready(([(axum::http::header::CONTENT_TYPE, CONTENT_TYPE)], text))
+    let scrape = move |headers: HeaderMap| {
+        let accept = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
+        let (content_type, text) = metrics.encode_for(accept);
+        std::future::ready(([(header::CONTENT_TYPE, content_type)], text))
     };
     let mut routes = routes.add_service(health_service);
     match reflection() {

@@ -25,6 +25,9 @@ const SPACING: Duration = Duration::from_millis(10);
 /// Status streams at once, at most.
 pub const MAX_WATCHERS: usize = 64;
 
+/// Traces of one KeepTraces call, at most.
+const MAX_KEPT_TRACES: usize = 256;
+
 /// Messages that the reader of a stream may be behind, at most; the stream waits then, and numbers stay without a gap.
 const WATCH_BUFFER: usize = 4;
 
@@ -107,6 +110,28 @@ impl v1::worker_server::Worker for WorkerService {
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
+
+    async fn keep_traces(
+        &self,
+        request: Request<v1::KeepTracesRequest>,
+    ) -> Result<Response<v1::KeepTracesResponse>, Status> {
+        self.core.tracing.keep(&trace_ids(&request.into_inner().trace_ids)?);
+        Ok(Response::new(v1::KeepTracesResponse {}))
+    }
+}
+
+/// Checks what a router wants kept.
+fn trace_ids<T: AsRef<[u8]>>(wire: &[T]) -> Result<Vec<[u8; 16]>, Status> {
+    if wire.len() > MAX_KEPT_TRACES {
+        let what = format!("trace_ids has {} entries, the limit is {MAX_KEPT_TRACES}", wire.len());
+        return Err(Status::invalid_argument(what));
+    }
+    let check = |(at, id): (usize, &T)| {
+        let id = id.as_ref();
+        let what = || format!("trace_ids[{at}] has {} bytes, it must have 16", id.len());
+        <[u8; 16]>::try_from(id).map_err(|_| Status::invalid_argument(what()))
+    };
+    wire.iter().enumerate().map(check).collect()
 }
 
 async fn watch(core: &Core, sender: &mpsc::Sender<Result<v1::WorkerStatus, Status>>) {

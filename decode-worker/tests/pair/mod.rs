@@ -282,6 +282,7 @@ pub(crate) struct Answer {
     pub(crate) next_index: Option<u32>,
     pub(crate) finished: bool,
     pub(crate) preempted: bool,
+    pub(crate) stats: Option<v1::RunStats>,
 }
 
 #[derive(Debug, Default)]
@@ -291,6 +292,8 @@ pub(crate) struct DecodeOutcome {
     /// Of the sequence that finished last.
     pub(crate) tokens: Option<Vec<u32>>,
     pub(crate) by_sequence: BTreeMap<u32, Answer>,
+    pub(crate) stalls: Vec<v1::Stall>,
+    pub(crate) avoided: Option<v1::AvoidedStall>,
     pub(crate) failed: Option<v1::Failed>,
 }
 
@@ -301,6 +304,7 @@ impl DecodeOutcome {
                 assert!(self.kv.is_none(), "started twice");
                 self.kv = Some(started.kv.expect("a cost"));
                 self.cached_tokens = started.cached_tokens;
+                self.avoided = started.avoided;
             }
             DecodeEvent::Tokens(more) => {
                 let answer = self.live(more.sequence);
@@ -313,9 +317,14 @@ impl DecodeOutcome {
             DecodeEvent::Finished(finished) => {
                 let answer = self.live(finished.sequence);
                 answer.finished = true;
+                answer.stats = finished.stats;
                 self.tokens = Some(answer.tokens.clone());
             }
             DecodeEvent::Preempted(preempted) => self.live(preempted.sequence).preempted = true,
+            DecodeEvent::Stall(stall) => {
+                self.live(stall.sequence);
+                self.stalls.push(stall);
+            }
             DecodeEvent::Failed(failed) => self.failed = Some(failed),
         }
     }

@@ -61,7 +61,7 @@ impl Drop for InFlight {
 
 impl Member {
     /// A worker that was never heard of.
-    pub(super) fn new(role: Role, address: String) -> Result<Self, RouterError> {
+    pub(crate) fn new(role: Role, address: String) -> Result<Self, RouterError> {
         let now = Instant::now();
         let option = match role {
             Role::Prefill => "--prefill-worker",
@@ -296,6 +296,13 @@ impl Member {
     /// How its KV is laid out, unless it is refused, silent or still loading.
     pub(super) fn layout(&self) -> Option<KvLayout> {
         self.lock().usable().map(|(_, layout)| layout.clone())
+    }
+
+    /// What its bits depend on beside its input, as far as it said.
+    pub(crate) fn numerics_id(&self) -> Option<String> {
+        let state = self.lock();
+        let layout = state.description.as_ref()?.layout.as_ref()?;
+        layout.as_ref().ok().map(|layout| layout.numerics_id.clone())
     }
 
     /// Tokens of prompt and output that it can hold, unless it is refused, silent or still loading.

@@ -36,6 +36,10 @@ pub(crate) struct Wanted<'a> {
 pub(crate) struct Found {
     pub(crate) mode: Mode,
     pub(crate) reason: &'static str,
+    /// The policy that chose.
+    pub(crate) policy: &'static str,
+    /// Leading tokens of the prompt that whoever computes it has cached.
+    pub(crate) prefix_hit_tokens: u32,
     /// The processes that were chosen.
     pub(crate) placed: Placed,
     pub(crate) decode: Arc<Member>,
@@ -80,6 +84,11 @@ impl Fleet {
         Ok(Found {
             mode: placement.mode,
             reason: placement.reason,
+            policy: placer.policy().name(),
+            prefix_hit_tokens: match prefill {
+                Some(_) => placement.prefill_hit_tokens,
+                None => placement.decode_hit_tokens,
+            },
             placed: Placed { decode: decode_id, prefill: prefill.as_ref().map(|(id, _)| *id) },
             decode,
             prefill: prefill.map(|(_, member)| member),

@@ -1,9 +1,10 @@
 //! Tokens to what the client reads: detokenized, cut at stop strings, counted and timed, choice by choice.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_handoff::FinishReason;
 use baton_telemetry::metrics::RouterMetrics;
+use baton_telemetry::trace::TraceContext;
 use baton_text::{Detokenizer, StopStrings};
 
 /// The answer of one request so far: one choice for each of its sequences.
@@ -11,6 +12,8 @@ pub(super) struct Answer {
     choices: Vec<Choice>,
     arrived: Instant,
     first_at: Option<Instant>,
+    /// For the exemplars of what is observed.
+    trace: TraceContext,
 }
 
 struct Choice {
@@ -20,6 +23,9 @@ struct Choice {
     token_ids: Vec<u32>,
     first_at: Option<Instant>,
     last_at: Option<Instant>,
+    /// From the first token to the second.
+    first_gap: Option<Duration>,
+    longest_gap: Option<Duration>,
     reason: Option<FinishReason>,
 }
 
@@ -33,27 +39,36 @@ pub(super) struct Step {
 
 impl Answer {
     /// An answer of as many choices as there are pairs.
-    pub(super) fn new(choices: Vec<(Detokenizer, StopStrings)>, arrived: Instant) -> Self {
+    pub(super) fn new(
+        choices: Vec<(Detokenizer, StopStrings)>,
+        arrived: Instant,
+        trace: TraceContext,
+    ) -> Self {
         let choice = |(detokenizer, stops)| Choice {
             detokenizer,
             stops,
             token_ids: Vec::new(),
             first_at: None,
             last_at: None,
+            first_gap: None,
+            longest_gap: None,
             reason: None,
         };
-        Self { choices: choices.into_iter().map(choice).collect(), arrived, first_at: None }
+        Self { choices: choices.into_iter().map(choice).collect(), arrived, first_at: None, trace }
     }
 
     /// Takes the next token of a choice.
     pub(super) fn push(&mut self, index: u32, token: u32, now: Instant, metrics: &RouterMetrics) -> Step {
         let Some(choice) = self.choices.get_mut(index as usize) else { return Step::default() };
         if self.first_at.is_none() {
-            metrics.ttft.observe(now.saturating_duration_since(self.arrived).as_secs_f64());
+            let ttft = now.saturating_duration_since(self.arrived);
+            metrics.ttft.observe_traced(ttft.as_secs_f64(), &self.trace);
             self.first_at = Some(now);
         }
-        if let Some(last) = choice.last_at {
-            metrics.itl.observe(now.saturating_duration_since(last).as_secs_f64());
+        if let Some(gap) = choice.last_at.map(|last| now.saturating_duration_since(last)) {
+            metrics.itl.observe_traced(gap.as_secs_f64(), &self.trace);
+            choice.first_gap.get_or_insert(gap);
+            choice.longest_gap = choice.longest_gap.max(Some(gap));
         }
         choice.first_at.get_or_insert(now);
         choice.last_at = Some(now);
@@ -94,19 +109,46 @@ impl Answer {
         self.choices().map(<[u32]>::len).sum()
     }
 
-    /// From arrival to the first token of any choice; 0 without any.
+    /// From arrival to the first token of any choice.
+    pub(super) fn ttft(&self) -> Option<Duration> {
+        self.first_at.map(|at| at.saturating_duration_since(self.arrived))
+    }
+
+    /// The same in milliseconds; 0 without any.
     pub(super) fn ttft_ms(&self) -> f64 {
-        self.first_at.map_or(0.0, |at| at.saturating_duration_since(self.arrived).as_secs_f64() * 1e3)
+        self.ttft().map_or(0.0, |ttft| ttft.as_secs_f64() * 1e3)
+    }
+
+    /// When the last token of a choice was delivered.
+    pub(super) fn last_at(&self, index: u32) -> Option<Instant> {
+        self.choices.get(index as usize)?.last_at
+    }
+
+    /// From the first token of the first choice to its second.
+    pub(super) fn first_gap(&self) -> Option<Duration> {
+        self.choices.first()?.first_gap
+    }
+
+    /// The longest time between two tokens of a choice.
+    pub(super) fn longest_gap(&self) -> Option<Duration> {
+        self.choices.iter().filter_map(|choice| choice.longest_gap).max()
+    }
+
+    /// Why each choice ended, as far as they have.
+    pub(super) fn reasons(&self) -> impl Iterator<Item = FinishReason> {
+        self.choices.iter().filter_map(|choice| choice.reason)
     }
 
     /// Records what is known only at the end.
     pub(super) fn observe_end(&self, now: Instant, metrics: &RouterMetrics) {
-        metrics.e2e.observe(now.saturating_duration_since(self.arrived).as_secs_f64());
+        let e2e = now.saturating_duration_since(self.arrived);
+        metrics.e2e.observe_traced(e2e.as_secs_f64(), &self.trace);
         for choice in &self.choices {
             if let (Some(first), Some(last), gaps @ 1..) =
                 (choice.first_at, choice.last_at, choice.token_ids.len().saturating_sub(1))
             {
-                metrics.tpot.observe(last.saturating_duration_since(first).as_secs_f64() / gaps as f64);
+                let tpot = last.saturating_duration_since(first).as_secs_f64() / gaps as f64;
+                metrics.tpot.observe_traced(tpot, &self.trace);
             }
         }
     }

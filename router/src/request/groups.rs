@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::legs::{DecodeEvent, Leg, PrefillEvent};
+use super::marks::Marks;
 use crate::fleet::Member;
 
 /// The streams of one attempt of a group.
@@ -22,6 +23,8 @@ pub(super) struct Attempt {
     pub(super) decode_member: Arc<Member>,
     /// It goes on behind tokens of an earlier attempt.
     pub(super) resumes: bool,
+    /// Only with tracing on.
+    pub(super) marks: Option<Box<Marks>>,
 }
 
 /// The live attempt of each group; as many as there are sequences, and one more, at most.
@@ -52,11 +55,10 @@ impl Groups {
         self.live.insert(group, attempt);
     }
 
-    /// Drops the streams of this attempt, if they are open.
-    pub(super) fn close(&mut self, group: u32, attempt: u32) {
-        if self.get(group, attempt).is_some() {
-            self.live.remove(&group);
-        }
+    /// Drops the streams of this attempt, if they are open; what was marked of it is left.
+    pub(super) fn close(&mut self, group: u32, attempt: u32) -> Option<Box<Marks>> {
+        self.get(group, attempt)?;
+        self.live.remove(&group)?.marks
     }
 
     /// Drops the Decode stream of this attempt, if it is open.

@@ -6,15 +6,15 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use baton_dispatch::{DecodeFact, PrefillFact};
-use baton_handoff::{Cause, FirstToken, InstanceId, SampledToken};
+use baton_handoff::{Cause, FinishReason, FirstToken, InstanceId, SampledToken};
 use baton_proto::v1;
 use baton_proto::v1::decode_client::DecodeClient;
 use baton_proto::v1::prefill_client::PrefillClient;
-use baton_telemetry::trace::{TRACEPARENT, TraceContext};
+use baton_telemetry::trace::CallContext;
 use futures::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 
-use super::Kv;
+use super::cost::{AvoidedStall, Kv, RunStats, Stall};
 use super::wire::{Broken, decode_event, prefill_event};
 use crate::fleet::{InFlight, Member};
 
@@ -75,6 +75,9 @@ pub(super) trait LegEvent {
     /// Whether the stream could not be opened, or broke.
     fn is_broken(&self) -> bool;
 
+    /// Whether the worker only took the call.
+    fn is_opened(&self) -> bool;
+
     /// Whether a worker that said this has no more to compute for the leg.
     fn is_computed(&self) -> bool;
 }
@@ -108,7 +111,7 @@ impl<Event: LegEvent> Leg<Event> {
         }
         if event.as_ref().is_none_or(LegEvent::is_broken) {
             self.member.broke(self.process);
-        } else if !self.answered {
+        } else if !self.answered && !event.as_ref().is_some_and(LegEvent::is_opened) {
             self.answered = true;
             self.member.answered(self.process);
         }
@@ -128,6 +131,8 @@ impl<Event: LegEvent> Leg<Event> {
 
 /// What a Prefill leg says.
 pub(super) enum PrefillEvent {
+    /// The worker took the call.
+    Opened,
     Fact(PrefillFact),
     /// Of the attempt with this number.
     HandoffFailed {
@@ -147,7 +152,8 @@ impl LegEvent for PrefillEvent {
                 // With sequences that go on there is a handoff, whose end is told.
                 if first.iter().all(|first| first.finish.is_some()) { Ends::Leg } else { Ends::Nothing }
             }
-            Self::HandoffFailed { .. }
+            Self::Opened
+            | Self::HandoffFailed { .. }
             | Self::Fact(PrefillFact::HandoffFailed(_) | PrefillFact::NotRedirected) => Ends::Nothing,
             Self::Fact(
                 PrefillFact::Done | PrefillFact::Failed(_) | PrefillFact::Unreachable | PrefillFact::Lost,
@@ -159,25 +165,51 @@ impl LegEvent for PrefillEvent {
         matches!(self, Self::Fact(PrefillFact::Unreachable | PrefillFact::Lost))
     }
 
+    fn is_opened(&self) -> bool {
+        matches!(self, Self::Opened)
+    }
+
     fn is_computed(&self) -> bool {
-        true
+        !self.is_opened()
     }
 }
 
 /// What a Decode leg says; a message may hold several tokens.
 pub(super) enum DecodeEvent {
     Fact(DecodeFact),
-    Started { kv: Option<Kv>, cached_tokens: u32 },
-    Tokens { sequence: u32, tokens: Vec<SampledToken> },
+    /// The worker took the call.
+    Opened,
+    Started(Started),
+    Tokens {
+        sequence: u32,
+        tokens: Vec<SampledToken>,
+    },
+    Stalled(Stall),
+    Finished {
+        sequence: u32,
+        reason: FinishReason,
+        stats: Option<RunStats>,
+    },
+}
+
+/// What is known once a group runs.
+pub(super) struct Started {
+    pub(super) kv: Option<Kv>,
+    pub(super) cached_tokens: u32,
+    /// What computing the prompt on the decode worker would have cost others there.
+    pub(super) avoided: Option<AvoidedStall>,
 }
 
 impl LegEvent for DecodeEvent {
     fn ends(&self) -> Ends {
         match self {
-            Self::Started { .. }
+            Self::Opened
+            | Self::Started(_)
+            | Self::Stalled(_)
             | Self::Tokens { .. }
             | Self::Fact(DecodeFact::Started | DecodeFact::Token { .. }) => Ends::Nothing,
-            Self::Fact(DecodeFact::Finished { sequence, .. } | DecodeFact::Preempted { sequence }) => {
+            Self::Finished { sequence, .. }
+            | Self::Fact(DecodeFact::Finished { sequence, .. } | DecodeFact::Preempted { sequence }) => {
                 Ends::Sequence(*sequence)
             }
             Self::Fact(DecodeFact::Failed(_) | DecodeFact::Unreachable | DecodeFact::Lost) => Ends::Leg,
@@ -186,6 +218,10 @@ impl LegEvent for DecodeEvent {
 
     fn is_broken(&self) -> bool {
         matches!(self, Self::Fact(DecodeFact::Unreachable | DecodeFact::Lost))
+    }
+
+    fn is_opened(&self) -> bool {
+        matches!(self, Self::Opened)
     }
 
     fn is_computed(&self) -> bool {
@@ -198,13 +234,14 @@ pub(super) fn prefill(
     member: &Arc<Member>,
     request: v1::PrefillRequest,
     live: Live,
-    trace: TraceContext,
+    call: CallContext,
 ) -> Leg<PrefillEvent> {
     let mut client = PrefillClient::new(member.channel()).max_decoding_message_size(MAX_EVENT_BYTES);
-    let request = traced(request, trace);
+    let request = traced(request, &call);
     let address = member.address.clone();
     let events = opened(async move { client.prefill(request).await }).map(move |event| match event {
-        Ok(event) => prefill_event(event, &address),
+        Ok(None) => PrefillEvent::Opened,
+        Ok(Some(event)) => prefill_event(event, &address),
         Err((status, opened)) => PrefillEvent::Fact(match Broken::new(&status, opened, &address) {
             Broken::Said(cause) => PrefillFact::Failed(cause),
             Broken::Unreachable => PrefillFact::Unreachable,
@@ -219,13 +256,14 @@ pub(super) fn decode(
     member: &Arc<Member>,
     request: v1::DecodeRequest,
     live: Live,
-    trace: TraceContext,
+    call: CallContext,
 ) -> Leg<DecodeEvent> {
     let mut client = DecodeClient::new(member.channel()).max_decoding_message_size(MAX_EVENT_BYTES);
-    let request = traced(request, trace);
+    let request = traced(request, &call);
     let address = member.address.clone();
     let events = opened(async move { client.decode(request).await }).map(move |event| match event {
-        Ok(event) => decode_event(event, &address),
+        Ok(None) => DecodeEvent::Opened,
+        Ok(Some(event)) => decode_event(event, &address),
         Err((status, opened)) => DecodeEvent::Fact(match Broken::new(&status, opened, &address) {
             Broken::Said(cause) => DecodeFact::Failed(cause),
             Broken::Unreachable => DecodeFact::Unreachable,
@@ -239,10 +277,10 @@ pub(super) fn decode(
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Tells a decode worker that nothing more is wanted of a sequence. Nobody waits for the answer.
-pub(super) fn stop(member: &Member, request: v1::StopRequest, trace: TraceContext) {
+pub(super) fn stop(member: &Member, request: v1::StopRequest, call: CallContext) {
     let mut client = DecodeClient::new(member.channel());
     let (request, sequence, address) =
-        (traced(request.clone(), trace), request.sequence, member.address.clone());
+        (traced(request.clone(), &call), request.sequence, member.address.clone());
     tokio::spawn(async move {
         match tokio::time::timeout(STOP_TIMEOUT, client.stop(request)).await {
             Ok(Ok(_)) => {}
@@ -261,10 +299,10 @@ const REDIRECT_TIMEOUT: Duration = Duration::from_secs(5);
 pub(super) fn redirect(
     member: &Member,
     request: v1::RedirectRequest,
-    trace: TraceContext,
+    call: CallContext,
 ) -> impl Future<Output = bool> + Send + use<> {
     let mut client = PrefillClient::new(member.channel());
-    let (request, address) = (traced(request, trace), member.address.clone());
+    let (request, address) = (traced(request, &call), member.address.clone());
     async move {
         match tokio::time::timeout(REDIRECT_TIMEOUT, client.redirect(request)).await {
             Ok(Ok(_)) => true,
@@ -284,21 +322,24 @@ pub(super) fn redirect(
 /// Events are small; a larger one is no event of ours.
 const MAX_EVENT_BYTES: usize = 1 << 20;
 
-fn traced<Message>(message: Message, trace: TraceContext) -> Request<Message> {
+fn traced<Message>(message: Message, call: &CallContext) -> Request<Message> {
     let mut request = Request::new(message);
-    if let Ok(value) = trace.to_header().parse() {
-        request.metadata_mut().insert(TRACEPARENT, value);
+    for (name, value) in call.headers() {
+        if let Ok(value) = value.parse() {
+            request.metadata_mut().insert(name, value);
+        }
     }
     request
 }
 
-/// Opens a stream and goes through it; an error says whether the stream had been opened.
+/// Opens a stream and goes through it: `None` once it is open, then its events; an error says whether it had been opened.
 fn opened<Event: Send + 'static>(
     open: impl Future<Output = Result<Response<Streaming<Event>>, Status>> + Send,
-) -> impl Stream<Item = Result<Event, (Status, bool)>> + Send {
+) -> impl Stream<Item = Result<Option<Event>, (Status, bool)>> + Send {
     futures::stream::once(open).flat_map(|opened| match opened {
         Ok(response) => {
-            response.into_inner().map(|event| event.map_err(|status| (status, true))).left_stream()
+            let events = response.into_inner().map(|event| event.map(Some).map_err(|status| (status, true)));
+            futures::stream::iter([Ok(None)]).chain(events).left_stream()
         }
         Err(status) => futures::stream::iter([Err((status, false))]).right_stream(),
     })

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 
-use super::{Output, Summary};
+use super::{Output, RequestSpans, Summary};
 use crate::api_error::ApiError;
 
 /// The way to the client.
@@ -63,9 +63,9 @@ impl Outbox {
     }
 
     /// The last word; a client that left does not mind.
-    pub(super) fn end(&mut self, result: Result<Summary, ApiError>) {
+    pub(super) fn end(&mut self, result: Result<Summary, ApiError>, spans: RequestSpans) {
         if let Some(permit) = self.last_word.take() {
-            permit.send(Output::End(result));
+            permit.send(Output::End { result, spans });
         }
     }
 }

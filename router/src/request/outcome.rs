@@ -82,7 +82,7 @@ impl Run<'_> {
     }
 
     /// Counts and logs the end.
-    pub(super) fn record(&self, result: &Result<Summary, ApiError>) {
+    pub(super) fn record(&mut self, result: &Result<Summary, ApiError>) {
         let outcome = match result {
             Ok(_) => finish_name(self.answer.reason()),
             Err(error) => error.code(),
@@ -95,6 +95,9 @@ impl Run<'_> {
         metrics.late_messages.add("router", self.request.ignored());
         self.warn_of_lost_workers();
         self.answer.observe_end(Instant::now(), metrics);
+        let kept = self.judge(result);
+        let spared = self.spared();
+        self.describe(result, kept, spared);
         tracing::info!(
             mode,
             reason,

@@ -11,13 +11,17 @@ use baton_dispatch::{
 use baton_handoff::{Cause, FinishReason, InstanceId, RequestId, SampledToken};
 use baton_kv::BlockHash;
 use baton_proto::v1;
+use baton_telemetry::trace::TraceContext;
 use tokio::sync::mpsc;
 
 use super::answer::Answer;
+use super::cost::{Kv, Neighbours};
 use super::groups::{Groups, Heard, Said};
 use super::legs::{DecodeEvent, Leg, PrefillEvent};
+use super::marks::{Marks, failure};
 use super::outbox::{Outbox, Unheard};
-use super::{Kv, Order, Output, Where};
+use super::spans::Root;
+use super::{Order, Output, RequestSpans, Where};
 use crate::accept::Held;
 use crate::app::App;
 use crate::deadline::Deadline;
@@ -41,7 +45,8 @@ pub(crate) async fn run(app: Arc<App>, order: Order, outputs: mpsc::Sender<Outpu
     run.record(&result);
     // Given back before the client hears of the end, so that it can come again at once.
     run.held = None;
-    run.outbox.end(result);
+    let spans = run.spans.take();
+    run.outbox.end(result, spans);
 }
 
 /// One request while it runs.
@@ -59,7 +64,7 @@ pub(super) struct Run<'a> {
     pub(super) no_prefix_cache: bool,
     pub(super) arrived: Instant,
     pub(super) deadline: Deadline,
-    pub(super) trace: baton_telemetry::trace::TraceContext,
+    pub(super) trace: TraceContext,
     pub(super) answer: Answer,
     pub(super) outbox: Outbox,
     /// Where the next attempt of each group runs, from its placement until its legs are opened.
@@ -79,6 +84,8 @@ pub(super) struct Run<'a> {
     /// Workers that fell over under this request, by process, with their addresses.
     pub(super) lost: BTreeMap<InstanceId, String>,
     pub(super) ended: Option<RequestEnd>,
+    pub(super) spans: RequestSpans,
+    pub(super) neighbours: Neighbours,
     held: Option<Held>,
 }
 
@@ -122,7 +129,7 @@ impl<'a> Run<'a> {
             arrived: order.arrived,
             deadline: order.deadline,
             trace: order.trace,
-            answer: Answer::new(order.choices, order.arrived),
+            answer: Answer::new(order.choices, order.arrived, order.trace),
             outbox: Outbox::new(outputs, app.slow_reader_timeout),
             found: BTreeMap::new(),
             groups: Groups::default(),
@@ -135,6 +142,8 @@ impl<'a> Run<'a> {
             unheard: None,
             lost: BTreeMap::new(),
             ended: None,
+            spans: order.spans,
+            neighbours: Neighbours::default(),
             held: Some(order.held),
         }
     }
@@ -145,13 +154,22 @@ impl<'a> Run<'a> {
 
     /// The next thing that happens.
     async fn next(&mut self) -> RequestFact {
+        loop {
+            if let Some(fact) = self.try_next().await {
+                return fact;
+            }
+        }
+    }
+
+    /// What happens next, if it changes anything.
+    async fn try_next(&mut self) -> Option<RequestFact> {
         let deadline = self.request.deadline().map(|at| self.app.origin + at);
         // Tokens that come without a pause don't keep time from passing.
         if deadline.is_some_and(|at| at <= Instant::now()) {
-            return RequestFact::Tick;
+            return Some(RequestFact::Tick);
         }
         if let Some(token) = self.tokens.pop_front() {
-            return token.fact();
+            return Some(token.fact());
         }
         let ticked = async {
             match deadline {
@@ -161,71 +179,101 @@ impl<'a> Run<'a> {
         };
         tokio::select! {
             biased;
-            () = self.outbox.closed() => RequestFact::ClientGone,
-            () = self.app.cut.cancelled() => RequestFact::ClientGone,
+            () = self.outbox.closed() => Some(RequestFact::ClientGone),
+            () = self.app.cut.cancelled() => Some(RequestFact::ClientGone),
             heard = self.groups.next() => self.heard(heard),
-            () = ticked => RequestFact::Tick,
+            () = ticked => Some(RequestFact::Tick),
         }
     }
 
-    fn heard(&mut self, heard: Heard) -> RequestFact {
+    /// What that means for the request, if anything.
+    fn heard(&mut self, heard: Heard) -> Option<RequestFact> {
         let Heard { group, attempt, said } = heard;
-        match said {
+        let (attempt, event) = match said {
             // It may have been said before the leg went on under this attempt.
             Said::Prefill(Some(PrefillEvent::HandoffFailed { attempt, cause })) => {
-                RequestFact::Prefill { group, attempt, event: PrefillFact::HandoffFailed(cause) }
+                (attempt, PrefillFact::HandoffFailed(cause))
             }
-            Said::NotRedirected => RequestFact::Prefill { group, attempt, event: PrefillFact::NotRedirected },
-            Said::Prefill(event) => {
-                RequestFact::Prefill { group, attempt, event: self.prefill_fact(group, attempt, event) }
-            }
-            Said::Decode(event) => self.decode_fact(group, attempt, event),
-        }
+            Said::NotRedirected => (attempt, PrefillFact::NotRedirected),
+            Said::Prefill(Some(PrefillEvent::Opened)) => return None,
+            Said::Prefill(event) => (attempt, self.prefill_fact(group, attempt, event)),
+            Said::Decode(event) => return self.decode_fact(group, attempt, event),
+        };
+        Some(RequestFact::Prefill { group, attempt, event })
     }
 
     fn prefill_fact(&mut self, group: u32, attempt: u32, event: Option<PrefillEvent>) -> PrefillFact {
         match event {
             Some(PrefillEvent::FirstTokens { tokens, cached_tokens }) => {
                 self.count_cached(group, attempt, cached_tokens);
+                self.mark(group, attempt, |marks, root| marks.first_token(root, cached_tokens));
                 PrefillFact::FirstTokens(tokens)
             }
             Some(PrefillEvent::HandoffFailed { cause, .. }) => PrefillFact::HandoffFailed(cause),
             Some(PrefillEvent::Fact(fact)) => fact,
-            None => PrefillFact::Lost,
+            Some(PrefillEvent::Opened) | None => PrefillFact::Lost,
         }
     }
 
-    fn decode_fact(&mut self, group: u32, attempt: u32, event: Option<DecodeEvent>) -> RequestFact {
+    fn decode_fact(&mut self, group: u32, attempt: u32, event: Option<DecodeEvent>) -> Option<RequestFact> {
         let event = match event {
-            Some(DecodeEvent::Started { kv, cached_tokens }) => {
-                self.count_kv(kv);
-                self.count_cached(group, attempt, cached_tokens);
+            Some(DecodeEvent::Opened) => {
+                self.mark(group, attempt, Marks::taken);
+                return None;
+            }
+            Some(DecodeEvent::Stalled(stall)) => {
+                if let Some(root) = self.spans.on() {
+                    root.stalled(stall);
+                }
+                return None;
+            }
+            Some(DecodeEvent::Started(started)) => {
+                self.neighbours.started(started.avoided);
+                self.count_kv(started.kv);
+                self.count_cached(group, attempt, started.cached_tokens);
                 DecodeFact::Started
             }
             Some(DecodeEvent::Tokens { sequence, tokens }) => {
                 let token = |token| Token { group, attempt, sequence, token };
                 self.tokens.extend(tokens.into_iter().map(token));
                 match self.tokens.pop_front() {
-                    Some(token) => return token.fact(),
+                    Some(token) => return Some(token.fact()),
                     None => DecodeFact::Failed(Cause::Protocol),
                 }
+            }
+            Some(DecodeEvent::Finished { sequence, reason, stats }) => {
+                self.neighbours.finished(stats);
+                DecodeFact::Finished { sequence, reason }
             }
             Some(DecodeEvent::Fact(fact)) => fact,
             None => DecodeFact::Lost,
         };
-        if matches!(event, DecodeFact::Preempted { .. } | DecodeFact::Failed(Cause::Preempted)) {
-            self.preempted();
+        match event {
+            DecodeFact::Preempted { sequence } => {
+                if let Some(root) = self.spans.on() {
+                    root.preempted(sequence);
+                }
+                self.preempted();
+            }
+            DecodeFact::Failed(Cause::Preempted) => self.preempted(),
+            _ => {}
         }
-        RequestFact::Decode { group, attempt, event }
+        Some(RequestFact::Decode { group, attempt, event })
+    }
+
+    /// Marks something of an attempt that is open, if anything is marked.
+    fn mark(&mut self, group: u32, attempt: u32, what: impl FnOnce(&mut Marks, &mut Root)) {
+        let Some(root) = self.spans.on() else { return };
+        if let Some(marks) = self.groups.get(group, attempt).and_then(|live| live.marks.as_deref_mut()) {
+            what(marks, root);
+        }
     }
 
     /// Adds up the transfers of all attempts.
     fn count_kv(&mut self, kv: Option<Kv>) {
-        let Some(kv) = kv else { return };
-        let sum = self.kv.get_or_insert_default();
-        sum.bytes += kv.bytes;
-        sum.total_ms += kv.total_ms;
-        sum.exposed_ms += kv.exposed_ms;
+        if let Some(kv) = kv {
+            self.kv.get_or_insert_default().add(&kv);
+        }
     }
 
     /// What caches saved when the prompt was first computed. What a resumed attempt finds there is the request's own work.
@@ -244,6 +292,7 @@ impl<'a> Run<'a> {
 
     fn handle(&mut self, fact: RequestFact) {
         let suspect = self.suspect(&fact);
+        let why = failure(&fact);
         let num_ignored = self.request.ignored();
         self.request.handle(self.now(), fact);
         if self.request.ignored() == num_ignored {
@@ -267,8 +316,8 @@ impl<'a> Run<'a> {
                 }
                 RequestAction::OpenLegs(legs) => self.open(legs),
                 RequestAction::Redirect(legs) => self.redirect(legs),
-                RequestAction::CloseDecode { group, attempt } => self.close_decode(group, attempt),
-                RequestAction::CloseLegs { group, attempt } => self.close(group, attempt),
+                RequestAction::CloseDecode { group, attempt } => self.close_decode(group, attempt, why),
+                RequestAction::CloseLegs { group, attempt } => self.close(group, attempt, why),
                 RequestAction::StopSequence { group, attempt, sequence } => {
                     self.stop(group, attempt, sequence);
                 }
@@ -309,18 +358,26 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn close(&mut self, group: u32, attempt: u32) {
-        self.close_decode(group, attempt);
-        self.groups.close(group, attempt);
+    fn close(&mut self, group: u32, attempt: u32, why: Option<&'static str>) {
+        self.close_decode(group, attempt, why);
+        let marks = self.groups.close(group, attempt);
+        if let (Some(root), Some(marks)) = (self.spans.on(), marks) {
+            marks.close(root, why);
+        }
     }
 
-    fn close_decode(&mut self, group: u32, attempt: u32) {
+    fn close_decode(&mut self, group: u32, attempt: u32, why: Option<&'static str>) {
+        self.mark(group, attempt, |marks, root| marks.close_decode(root, why));
         self.groups.close_decode(group, attempt);
         self.tokens.retain(|token| (token.group, token.attempt) != (group, attempt));
     }
 
     fn deliver(&mut self, sequence: u32, token: SampledToken) {
-        let step = self.answer.push(sequence, token.id, Instant::now(), &self.app.metrics);
+        let now = Instant::now();
+        if let Some(root) = self.spans.on() {
+            root.delivered(sequence, self.answer.last_at(sequence), now);
+        }
+        let step = self.answer.push(sequence, token.id, now, &self.app.metrics);
         self.outbox.say(Output::Piece { index: sequence, text: step.text, token_ids: vec![token.id] });
         if step.stopped {
             self.request.handle(self.now(), RequestFact::StopMatched { sequence });

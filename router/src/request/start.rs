@@ -5,10 +5,12 @@ use std::sync::Arc;
 use baton_dispatch::{Legs, Mode, PlaceError, Placed};
 use baton_handoff::{HandoffKey, InstanceId};
 use baton_proto::v1;
+use baton_telemetry::trace::CallContext;
 use bytes::Bytes;
 
 use super::groups::Attempt;
 use super::legs::{self, DecodeEvent, Leg, Live};
+use super::marks::Marks;
 use super::run::Run;
 use super::{Output, Where};
 use crate::fleet::{Found, Wanted};
@@ -24,13 +26,17 @@ impl Run<'_> {
         keep_prefill: Option<InstanceId>,
     ) -> Result<Placed, PlaceError> {
         let prompt_tokens = u32::try_from(self.prompt.len()).unwrap_or(u32::MAX);
-        let mut found = self.app.fleet.place(&Wanted {
+        let found = self.app.fleet.place(&Wanted {
             prompt_tokens: prompt_tokens.saturating_add(num_forced),
             max_new_tokens: self.max_new_tokens.saturating_sub(num_forced),
             num_sequences,
             avoid,
             hashes: &self.hashes,
-        })?;
+        });
+        if let (Some(root), Err(_)) = (self.spans.on(), &found) {
+            root.placing.refused(group);
+        }
+        let mut found = found?;
         if keep_prefill.is_some() {
             found.placed.prefill = keep_prefill;
             found.prefill = self.groups.prefill_member(group);
@@ -56,23 +62,30 @@ impl Run<'_> {
         if opened.num_forced > 0 {
             self.app.metrics.resumes.inc();
         }
-        let attempt = self.attempt(&opened, &found);
+        let marks = self.spans.on().map(|root| Box::new(Marks::begin(root, &opened, &found)));
+        let attempt = self.attempt(&opened, &found, marks);
         self.groups.open(opened.key.group, attempt);
     }
 
     /// Opens the Decode leg of an attempt where it was placed, and has what the last attempt computed sent there.
     pub(super) fn redirect(&mut self, opened: Legs) {
         let group = opened.key.group;
-        let (Some(found), Some(last)) = (self.found.remove(&group), self.groups.take(group)) else { return };
+        let (Some(found), Some(mut last)) = (self.found.remove(&group), self.groups.take(group)) else {
+            return;
+        };
         self.app.metrics.redirects.inc();
+        if let (Some(root), Some(marks)) = (self.spans.on(), &mut last.marks) {
+            marks.redirect(root, &opened, &found);
+        }
         let common = self.common(&opened);
-        let decode = Some(self.decode_leg(&opened, &found, &common));
+        let decode = Some(self.decode_leg(&opened, &found, &common, last.marks.as_deref()));
         let request = v1::RedirectRequest {
             key: Some(wire_key(HandoffKey { attempt: last.attempt, ..opened.key })),
             new_key: Some(common.key),
             destination: Some(destination(&found)),
         };
-        let redirect = last.prefill_member.as_ref().map(|member| legs::redirect(member, request, self.trace));
+        let redirect =
+            last.prefill_member.as_ref().map(|member| legs::redirect(member, request, self.context()));
         let attempt = Attempt {
             attempt: opened.key.attempt,
             redirect: redirect.map(|redirect| Box::pin(redirect) as _),
@@ -83,7 +96,7 @@ impl Run<'_> {
         self.groups.open(group, attempt);
     }
 
-    fn attempt(&self, opened: &Legs, found: &Found) -> Attempt {
+    fn attempt(&self, opened: &Legs, found: &Found, marks: Option<Box<Marks>>) -> Attempt {
         let common = self.common(opened);
         let prefill = found.prefill.as_ref().filter(|_| !opened.local).map(|member| {
             let request = v1::PrefillRequest {
@@ -95,20 +108,28 @@ impl Run<'_> {
                 num_generated: opened.num_forced,
                 terms: Some(common.terms),
             };
-            legs::prefill(member, request, live(opened), self.trace)
+            let context = marks.as_ref().and_then(|marks| marks.prefill_context(self.trace));
+            legs::prefill(member, request, live(opened), context.unwrap_or_else(|| self.context()))
         });
         Attempt {
             attempt: opened.key.attempt,
             prefill,
             redirect: None,
-            decode: opened.decode.then(|| self.decode_leg(opened, found, &common)),
+            decode: opened.decode.then(|| self.decode_leg(opened, found, &common, marks.as_deref())),
             prefill_member: found.prefill.clone(),
             decode_member: Arc::clone(&found.decode),
             resumes: opened.num_forced > 0,
+            marks,
         }
     }
 
-    fn decode_leg(&self, opened: &Legs, found: &Found, common: &Common) -> Leg<DecodeEvent> {
+    fn decode_leg(
+        &self,
+        opened: &Legs,
+        found: &Found,
+        common: &Common,
+        marks: Option<&Marks>,
+    ) -> Leg<DecodeEvent> {
         let request = v1::DecodeRequest {
             key: Some(common.key.clone()),
             prompt: common.prompt.clone(),
@@ -118,7 +139,13 @@ impl Run<'_> {
             num_generated: opened.num_forced,
             terms: Some(common.terms),
         };
-        legs::decode(&found.decode, request, live(opened), self.trace)
+        let context = marks.and_then(|marks| marks.decode_context(self.trace));
+        legs::decode(&found.decode, request, live(opened), context.unwrap_or_else(|| self.context()))
+    }
+
+    /// For a call that has no span of its own.
+    fn context(&self) -> CallContext {
+        CallContext { parent: self.trace, root: self.trace.span_id, reserve: [0; 8] }
     }
 
     fn common(&self, opened: &Legs) -> Common {
@@ -145,11 +172,12 @@ impl Run<'_> {
 
     /// Tells the decode worker that nothing more is wanted of a sequence.
     pub(super) fn stop(&mut self, group: u32, attempt: u32, sequence: u32) {
+        let context = self.context();
         let Some(live) = self.groups.get(group, attempt) else { return };
         let Some(leg) = &mut live.decode else { return };
         leg.stop(sequence);
         let key = HandoffKey { request: self.id, group, attempt };
-        legs::stop(&live.decode_member, v1::StopRequest { key: Some(wire_key(key)), sequence }, self.trace);
+        legs::stop(&live.decode_member, v1::StopRequest { key: Some(wire_key(key)), sequence }, context);
     }
 }
 

@@ -5,8 +5,8 @@ use baton_handoff::{Cause, FinishReason, FirstToken, SampledToken};
 use baton_proto::v1;
 use tonic::{Code, Status};
 
-use super::Kv;
-use super::legs::{DecodeEvent, PrefillEvent};
+use super::cost::{AvoidedStall, Kv, RunStats, Stall, StallCause};
+use super::legs::{DecodeEvent, PrefillEvent, Started};
 
 /// What a status in place of an event means.
 pub(super) enum Broken {
@@ -77,28 +77,59 @@ pub(super) fn decode_event(event: v1::DecodeEvent, address: &str) -> DecodeEvent
     use v1::decode_event::Event;
     match event.event {
         None => DecodeEvent::Fact(DecodeFact::Failed(Cause::Protocol)),
-        Some(Event::Started(started)) => {
-            let ms = |us: u64| us as f64 / 1e3;
-            let kv = started.kv.filter(|kv| kv.bytes > 0).map(|kv| Kv {
-                bytes: kv.bytes,
-                total_ms: ms(kv.total_us),
-                exposed_ms: ms(kv.exposed_us),
-            });
-            DecodeEvent::Started { kv, cached_tokens: started.cached_tokens }
-        }
+        Some(Event::Started(told)) => DecodeEvent::Started(started(&told)),
         Some(Event::Tokens(tokens)) => DecodeEvent::Tokens {
             sequence: tokens.sequence,
             tokens: tokens.tokens.iter().map(token).collect(),
         },
-        Some(Event::Finished(finished)) => DecodeEvent::Fact(match finish(finished.reason()) {
-            Some(reason) => DecodeFact::Finished { sequence: finished.sequence, reason },
-            None => DecodeFact::Failed(Cause::Protocol),
-        }),
+        Some(Event::Stall(told)) => DecodeEvent::Stalled(stall(&told)),
+        Some(Event::Finished(finished)) => match finish(finished.reason()) {
+            Some(reason) => DecodeEvent::Finished {
+                sequence: finished.sequence,
+                reason,
+                stats: finished.stats.map(stats),
+            },
+            None => DecodeEvent::Fact(DecodeFact::Failed(Cause::Protocol)),
+        },
         Some(Event::Preempted(preempted)) => {
             DecodeEvent::Fact(DecodeFact::Preempted { sequence: preempted.sequence })
         }
         Some(Event::Failed(reason)) => DecodeEvent::Fact(DecodeFact::Failed(failed(&reason, address))),
     }
+}
+
+fn started(started: &v1::Started) -> Started {
+    let kv = started.kv.as_ref().filter(|kv| kv.bytes > 0).map(|kv| Kv {
+        bytes: kv.bytes,
+        total_ms: ms(kv.total_us),
+        exposed_ms: ms(kv.exposed_us),
+        wire_ms: ms(kv.wire_us),
+    });
+    let avoided = started.avoided.map(|avoided| AvoidedStall {
+        victims: avoided.victims,
+        total_ms: avoided.total_us as f64 / 1e3,
+        residual: avoided.residual,
+    });
+    Started { kv, cached_tokens: started.cached_tokens, avoided }
+}
+
+fn stall(stall: &v1::Stall) -> Stall {
+    let cause = match stall.cause() {
+        v1::StallCause::LocalPrefill => StallCause::LocalPrefill,
+        v1::StallCause::Preemption => StallCause::Preemption,
+        v1::StallCause::Resume => StallCause::Resume,
+        v1::StallCause::Copy => StallCause::Copy,
+        v1::StallCause::SlowStep | v1::StallCause::Unspecified => StallCause::SlowStep,
+    };
+    Stall { cause, blocked_ms: ms(stall.blocked_us) }
+}
+
+fn stats(stats: v1::RunStats) -> RunStats {
+    RunStats { avoided_ms: stats.avoided_us as f64 / 1e3, avoided_prefills: stats.avoided_prefills }
+}
+
+fn ms(us: u64) -> f64 {
+    us as f64 / 1e3
 }
 
 fn failed(failed: &v1::Failed, address: &str) -> Cause {

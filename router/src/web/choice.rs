@@ -6,13 +6,23 @@ use baton_handoff::{FinishReason, RequestId};
 use serde_json::{Map, Value, json};
 
 use crate::ask::Form;
-use crate::request::{Summary, Usage, finish_name};
+use crate::request::{Operation, Summary, Usage, finish_name};
 
 /// Which of the two paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Face {
     Chat,
     Completion,
+}
+
+impl Face {
+    /// What is done there.
+    pub(super) const fn operation(self) -> Operation {
+        match self {
+            Self::Chat => Operation::Chat,
+            Self::Completion => Operation::TextCompletion,
+        }
+    }
 }
 
 /// What all objects of one answer have in common.
@@ -154,9 +164,12 @@ fn usage(usage: &Usage) -> Value {
 
 /// How it ran and what its transfers cost; figures are 0 when no KV moved.
 fn baton(summary: &Summary) -> Value {
-    let kv = summary.kv.map_or_else(
-        || json!({"bytes": 0, "total_ms": 0.0, "exposed_ms": 0.0}),
-        |kv| json!({"bytes": kv.bytes, "total_ms": kv.total_ms, "exposed_ms": kv.exposed_ms}),
-    );
+    let kv = summary.kv.unwrap_or_default();
+    let kv = json!({
+        "bytes": kv.bytes,
+        "total_ms": kv.total_ms,
+        "hidden_ms": kv.hidden_ms(),
+        "exposed_ms": kv.exposed_ms,
+    });
     json!({"mode": summary.mode.name(), "ttft_ms": summary.ttft_ms, "kv": kv})
 }

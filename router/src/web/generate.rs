@@ -3,21 +3,23 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use axum::body::Body;
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
 use baton_handoff::FinishReason;
-use baton_telemetry::trace::TRACEPARENT;
+use baton_telemetry::trace::{TRACEPARENT, TraceContext};
 use http::{HeaderMap, HeaderValue};
+use http_body_util::BodyExt;
 use tokio::sync::mpsc;
 
 use super::choice::{Choice, Face, Shape};
-use super::{LABEL_HEADER, MODE_HEADER, REASON_HEADER, REQUEST_ID_HEADER, body, stream};
+use super::{LABEL_HEADER, MODE_HEADER, REASON_HEADER, REQUEST_ID_HEADER, TRACE_ID_HEADER, body, stream};
 use crate::accept::{Accepted, Caller, accept};
 use crate::api_error::ApiError;
 use crate::app::App;
 use crate::ask::{Ask, Form, read_chat, read_completion};
 use crate::deadline::{Deadline, TIMEOUT_HEADER, from_http};
-use crate::request::{Output, Summary, Where};
+use crate::request::{Arrival, Output, Protocol, RequestSpans, Summary, Where};
 
 /// What a request says before the first byte of its answer goes out.
 pub(crate) struct Head {
@@ -28,41 +30,80 @@ pub(crate) struct Head {
 
 /// Answers one request.
 pub(super) async fn respond(app: Arc<App>, request: Request, face: Face) -> Response {
-    let caller = match caller(&app, request.headers()) {
-        Ok(caller) => caller,
-        Err(error) => return refuse(&app, error),
+    let arrival = Arrival {
+        at: Instant::now(),
+        parent: request.headers().get(TRACEPARENT).and_then(|value| TraceContext::parse(value.as_bytes())),
+        protocol: Protocol::Http,
+        operation: face.operation(),
     };
-    let mut response = match caller.deadline.bound(begin(&app, request, face, &caller)).await {
-        Ok((ask, form)) => answer(&app, ask, form, face, &caller).await,
-        Err(error) => refuse(&app, error),
+    let mut caller = match Caller::new(&app, arrival) {
+        Ok(caller) => caller,
+        Err(error) => return error.into_response(),
+    };
+    let begun = match introduce(&mut caller, &app, request.headers()) {
+        Ok(()) => caller.deadline.bound(begin(&app, request, face, &mut caller)).await,
+        Err(error) => Err(error),
+    };
+    let mut response = match begun {
+        Ok((ask, form)) => answer(&app, ask, form, face, &mut caller).await,
+        Err(error) => refuse(&app, error, &mut caller),
     };
     let headers = response.headers_mut();
-    if let Ok(id) = HeaderValue::from_str(&caller.id.to_string()) {
-        headers.insert(REQUEST_ID_HEADER, id);
-    }
-    if let Some(label) = caller.label.as_deref().and_then(|label| HeaderValue::from_str(label).ok()) {
-        headers.insert(LABEL_HEADER, label);
+    let label = caller.label.take();
+    let ids = [
+        (REQUEST_ID_HEADER, Some(caller.id.to_string())),
+        (TRACE_ID_HEADER, Some(caller.trace.trace_id_hex())),
+        (LABEL_HEADER, label),
+    ];
+    for (name, id) in ids {
+        if let Some(id) = id.and_then(|id| HeaderValue::from_str(&id).ok()) {
+            headers.insert(name, id);
+        }
     }
     response
 }
 
-fn caller(app: &App, headers: &HeaderMap) -> Result<Caller, ApiError> {
+/// What the caller says of itself: its label, and how long it waits.
+fn introduce(caller: &mut Caller, app: &App, headers: &HeaderMap) -> Result<(), ApiError> {
     let header = |name: &str| headers.get(name).map(HeaderValue::as_bytes);
-    let waits = header(TIMEOUT_HEADER).map(from_http).transpose()?;
-    let arrived = Instant::now();
-    let deadline = Deadline::new(arrived, waits, app.request_timeout);
-    Caller::new(header(LABEL_HEADER), header(TRACEPARENT), arrived, deadline)
+    if let Some(waits) = header(TIMEOUT_HEADER) {
+        caller.deadline = Deadline::new(caller.arrived, Some(from_http(waits)?), app.request_timeout);
+    }
+    header(LABEL_HEADER).map_or(Ok(()), |label| caller.set_label(label))
 }
 
 /// Refused before it ran.
-fn refuse(app: &App, error: ApiError) -> Response {
-    app.metrics.request_ended("none", error.code());
-    error.into_response()
+fn refuse(app: &App, error: ApiError, caller: &mut Caller) -> Response {
+    let spans = caller.refuse(app, &error);
+    ending(error.into_response(), spans)
 }
 
-async fn begin(app: &App, request: Request, face: Face, caller: &Caller) -> Result<(Ask, Form), ApiError> {
+/// A whole answer, with which the request's spans end.
+fn ending(response: Response, mut spans: RequestSpans) -> Response {
+    spans.answered(response.status());
+    if !spans.is_on() {
+        return response;
+    }
+    // A body lives until it is written out or its reader has left, and so do the spans it holds.
+    response.map(|body| {
+        Body::new(body.map_err(move |error| {
+            let _held = &spans;
+            error
+        }))
+    })
+}
+
+async fn begin(
+    app: &App,
+    request: Request,
+    face: Face,
+    caller: &mut Caller,
+) -> Result<(Ask, Form), ApiError> {
     let read = async {
         let body = body::read(request, app.max_body_bytes).await?;
+        if let Some(root) = caller.spans.on() {
+            root.read();
+        }
         match face {
             Face::Chat => read_chat(&body, &app.limits),
             Face::Completion => read_completion(&body, &app.limits),
@@ -75,11 +116,11 @@ async fn begin(app: &App, request: Request, face: Face, caller: &Caller) -> Resu
     read
 }
 
-async fn answer(app: &Arc<App>, ask: Ask, form: Form, face: Face, caller: &Caller) -> Response {
+async fn answer(app: &Arc<App>, ask: Ask, form: Form, face: Face, caller: &mut Caller) -> Response {
     let num_choices = ask.n;
     let Accepted { model, mut outputs } = match accept(app, ask, caller).await {
         Ok(accepted) => accepted,
-        Err(error) => return refuse(app, error),
+        Err(error) => return refuse(app, error, caller),
     };
     let shape = Shape::new(face, form, caller.id, model);
     let mut placed = None;
@@ -87,15 +128,17 @@ async fn answer(app: &Arc<App>, ask: Ask, form: Form, face: Face, caller: &Calle
         let head = head(&mut outputs, app.keep_alive).await;
         placed = head.placed;
         match head.first {
-            Some(Output::End(Err(error))) => error.into_response(),
+            Some(Output::End { result: Err(error), spans }) => ending(error.into_response(), spans),
             first => stream::response(shape, num_choices, first, outputs, app.keep_alive),
         }
     } else {
         let mut choices: Vec<Choice> = (0..num_choices).map(|_| Choice::default()).collect();
-        match whole(&mut outputs, &mut placed, &mut choices).await {
+        let (result, spans) = whole(&mut outputs, &mut placed, &mut choices).await;
+        let response = match result {
             Ok(summary) => axum::Json(shape.whole(&choices, &summary)).into_response(),
             Err(error) => error.into_response(),
-        }
+        };
+        ending(response, spans)
     };
     if let Some(placed) = placed {
         let headers = response.headers_mut();
@@ -120,8 +163,9 @@ pub(crate) async fn head(outputs: &mut mpsc::Receiver<Output>, patience: std::ti
 }
 
 /// A channel that closed without an end: the task behind it is gone.
-pub(super) fn cut() -> Output {
-    Output::End(Err(ApiError::Internal("the request's task ended early".to_owned())))
+pub(crate) fn cut() -> Output {
+    let result = Err(ApiError::Internal("the request's task ended early".to_owned()));
+    Output::End { result, spans: RequestSpans::default() }
 }
 
 /// Collects a whole answer into its choices.
@@ -129,7 +173,7 @@ async fn whole(
     outputs: &mut mpsc::Receiver<Output>,
     placed: &mut Option<Where>,
     choices: &mut [Choice],
-) -> Result<Summary, ApiError> {
+) -> (Result<Summary, ApiError>, RequestSpans) {
     loop {
         match outputs.recv().await.unwrap_or_else(cut) {
             Output::Placed(found) => *placed = Some(found),
@@ -140,10 +184,11 @@ async fn whole(
                 }
             }
             Output::Finished { index, reason } => finish(choices, index, reason),
-            Output::End(result) => {
-                let summary = result?;
-                finish(choices, summary.index, summary.reason);
-                return Ok(summary);
+            Output::End { result, spans } => {
+                if let Ok(summary) = &result {
+                    finish(choices, summary.index, summary.reason);
+                }
+                return (result, spans);
             }
         }
     }

@@ -2,25 +2,29 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
-use http::HeaderValue;
 use http::header::CACHE_CONTROL;
+use http::{HeaderValue, StatusCode};
 use serde_json::Value;
 use tokio::sync::mpsc;
 
 use super::choice::Shape;
 use super::generate::cut;
-use crate::request::Output;
+use crate::api_error::ApiError;
+use crate::request::{Output, RequestSpans, Summary};
 
 /// What is still to be sent.
 struct Streamed {
     shape: Shape,
     outputs: mpsc::Receiver<Output>,
     ready: VecDeque<Event>,
-    ended: bool,
+    /// When the first piece was handed over.
+    first_at: Option<Instant>,
+    /// Of the request, once it ended; they end with the last byte, when this is dropped.
+    ended: Option<RequestSpans>,
 }
 
 /// Streams an answer whose first output may have been taken already. Dropping the body cancels the request.
@@ -31,7 +35,7 @@ pub(super) fn response(
     outputs: mpsc::Receiver<Output>,
     keep_alive: Duration,
 ) -> Response {
-    let mut streamed = Streamed { shape, outputs, ready: VecDeque::new(), ended: false };
+    let mut streamed = Streamed { shape, outputs, ready: VecDeque::new(), first_at: None, ended: None };
     for index in 0..num_choices {
         if let Some(chunk) = streamed.shape.role_chunk(index) {
             streamed.push(&chunk);
@@ -59,7 +63,7 @@ impl Streamed {
             if let Some(event) = self.ready.pop_front() {
                 return Some(event);
             }
-            if self.ended {
+            if self.ended.is_some() {
                 return None;
             }
             let output = self.outputs.recv().await.unwrap_or_else(cut);
@@ -71,6 +75,7 @@ impl Streamed {
         match output {
             Output::Placed(_) => {}
             Output::Piece { index, text, token_ids } => {
+                self.first_at.get_or_insert_with(Instant::now);
                 if let Some(chunk) = self.shape.text_chunk(index, &text, &token_ids) {
                     self.push(&chunk);
                 }
@@ -79,19 +84,26 @@ impl Streamed {
                 let chunk = self.shape.finish_chunk(index, reason);
                 self.push(&chunk);
             }
-            Output::End(Ok(summary)) => {
+            Output::End { result, spans } => self.end(result, spans),
+        }
+    }
+
+    fn end(&mut self, result: Result<Summary, ApiError>, mut spans: RequestSpans) {
+        match result {
+            Ok(summary) => {
                 for chunk in self.shape.last_chunks(&summary) {
                     self.push(&chunk);
                 }
                 self.ready.push_back(Event::default().data("[DONE]"));
-                self.ended = true;
             }
             // The status is out already: the error is said in the stream, which then ends without [DONE].
-            Output::End(Err(error)) => {
+            Err(error) => {
                 self.ready.push_back(Event::default().event("error").data(error.body().to_string()));
-                self.ended = true;
             }
         }
+        spans.answered(StatusCode::OK);
+        spans.first_handed(self.first_at);
+        self.ended = Some(spans);
     }
 
     fn push(&mut self, chunk: &Value) {

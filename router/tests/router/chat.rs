@@ -38,7 +38,10 @@ async fn a_whole_answer_has_text_usage_and_what_the_handoff_cost() {
     });
     assert_eq!(body["usage"], usage);
     assert_eq!(body["baton"]["mode"], "disaggregated");
-    assert_eq!(body["baton"]["kv"], json!({"bytes": 4096, "total_ms": 2.5, "exposed_ms": 0.5}));
+    assert_eq!(
+        body["baton"]["kv"],
+        json!({"bytes": 4096, "total_ms": 2.5, "hidden_ms": 2.0, "exposed_ms": 0.5})
+    );
     assert!(body["baton"]["ttft_ms"].as_f64().expect("a number") > 0.0);
     assert_eq!(answer.header("x-baton-mode"), Some("disaggregated"));
     assert_eq!(answer.header("x-request-id"), Some("mine"));

@@ -14,9 +14,11 @@ use baton_proto::v1;
 use baton_proto::v1::decode_server::DecodeServer;
 use baton_proto::v1::prefill_server::PrefillServer;
 use baton_proto::v1::worker_server::WorkerServer;
+use baton_telemetry::trace::CallContext;
 use bytes::Bytes;
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
+use tonic::metadata::MetadataMap;
 use tonic::transport::server::TcpIncoming;
 
 use cache::FakeCache;
@@ -46,6 +48,10 @@ struct State {
     redirects: Mutex<Vec<v1::RedirectRequest>>,
     /// Sequences that are not wanted any more, by handoff.
     stops: Mutex<Vec<(Bytes, u32)>>,
+    /// Traces that it was told to keep.
+    kept: Mutex<Vec<Bytes>>,
+    /// What legs said of the trace they belong to.
+    contexts: Mutex<Vec<CallContext>>,
     cache: FakeCache,
     num_open: AtomicUsize,
     num_cancelled: AtomicUsize,
@@ -54,6 +60,11 @@ struct State {
 impl State {
     fn instance(&self) -> Bytes {
         self.description.lock().expect("unpoisoned").instance_id.clone()
+    }
+
+    fn hear(&self, metadata: &MetadataMap) {
+        let read = |name: &str| metadata.get(name).map(|value| value.as_bytes());
+        self.contexts.lock().expect("unpoisoned").extend(CallContext::read(read));
     }
 
     fn is_stopped(&self, handoff: &Bytes, sequence: u32) -> bool {
@@ -129,6 +140,8 @@ impl FakeWorker {
             decodes: Mutex::default(),
             redirects: Mutex::default(),
             stops: Mutex::default(),
+            kept: Mutex::default(),
+            contexts: Mutex::default(),
             cache: FakeCache::default(),
             num_open: AtomicUsize::new(0),
             num_cancelled: AtomicUsize::new(0),
@@ -224,6 +237,16 @@ impl FakeWorker {
     /// Sequences that the router stopped.
     pub(crate) fn stops(&self) -> Vec<u32> {
         self.state.stops.lock().expect("unpoisoned").iter().map(|(_, sequence)| *sequence).collect()
+    }
+
+    /// Traces that it was told to keep.
+    pub(crate) fn kept(&self) -> Vec<Bytes> {
+        self.state.kept.lock().expect("unpoisoned").clone()
+    }
+
+    /// What legs said of the trace they belong to.
+    pub(crate) fn contexts(&self) -> Vec<CallContext> {
+        self.state.contexts.lock().expect("unpoisoned").clone()
     }
 
     /// Blocks enter its prefix cache.

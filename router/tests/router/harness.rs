@@ -4,10 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_router::{Router, RouterConfig, Running};
+use baton_telemetry::trace::{Sampler, Tracing};
 use clap::Parser;
 
 use crate::client::Client;
 use crate::fake::{FakeWorker, Kind, Script};
+use crate::spans::Spans;
 
 #[derive(Parser)]
 #[command(args_override_self = true)]
@@ -62,14 +64,28 @@ impl Cluster {
         cluster
     }
 
+    /// Starts everything with tracing on, of which this share is sampled, and waits until every worker is ready.
+    pub(crate) async fn traced(shape: Shape, script: Script, options: &[&str], ratio: f64) -> (Self, Spans) {
+        let (tracing, receiver) = Tracing::collecting(Sampler { parent_based: true, ratio });
+        let cluster = Self::launch(shape, script, options, tracing).await;
+        cluster.until_all_ready().await;
+        cluster.until_healthy().await;
+        (cluster, Spans::new(receiver))
+    }
+
     /// Starts everything, waits for nothing.
     pub(crate) async fn start_cold(shape: Shape, script: Script, options: &[&str]) -> Self {
+        Self::launch(shape, script, options, Tracing::off()).await
+    }
+
+    async fn launch(shape: Shape, script: Script, options: &[&str], tracing: Tracing) -> Self {
         let script = Arc::new(script);
         let workers =
             |kind, num| (0..num).map(|_| FakeWorker::start(kind, Arc::clone(&script))).collect::<Vec<_>>();
         let prefill = workers(Kind::Prefill, shape.num_prefill);
         let decode = workers(Kind::Decode, shape.num_decode);
-        let router = Router::start(config(&prefill, &decode, options)).await.expect("router starts");
+        let config = RouterConfig { tracing, ..config(&prefill, &decode, options) };
+        let router = Router::start(config).await.expect("router starts");
         let client = Client::new(router.http);
         Self { router, prefill, decode, client, script }
     }

@@ -105,12 +105,16 @@ async fn models_health_and_metrics_say_what_is_served() {
         (&health["status"], &health["model"], &health["missing"]),
         (&json!("ok"), &json!("mine"), &json!([]))
     );
-    let metrics = cluster.client.get("/metrics").await;
-    assert!(
-        metrics.header("content-type").is_some_and(|kind| kind.starts_with("application/openmetrics-text"))
-    );
-    assert!(metrics.text().contains("{role=\"decode\",state=\"ready\"} 1"));
-    assert!(metrics.text().ends_with("# EOF\n"));
+    for (accept, kind, ends) in [
+        ("application/openmetrics-text;version=1.0.0", "application/openmetrics-text", "# EOF\n"),
+        ("*/*", "text/plain; version=0.0.4", "\n"),
+    ] {
+        let headers = [("accept", accept)];
+        let metrics = cluster.client.send(Method::GET, "/metrics", &headers, Bytes::new()).await;
+        assert!(metrics.header("content-type").is_some_and(|found| found.starts_with(kind)), "{accept}");
+        assert!(metrics.text().contains("{role=\"decode\",state=\"ready\"} 1"));
+        assert!(metrics.text().ends_with(ends));
+    }
     let body = json!({"model": "yours", "messages": [{"role": "user", "content": "x"}]});
     let error = cluster.client.post(CHAT, &body).await.error();
     assert_eq!(error["code"], "model_not_found");

@@ -158,6 +158,7 @@ impl Ends {
             progress: self.progress.clone(),
             channel: bulk.clone(),
             first_credit: window,
+            trace: None,
         };
         let (sender, task) = baton_transfer::sender(config).map_err(unexpected)?;
         let receiving = &self.receiving;

@@ -250,7 +250,9 @@ fn every_cause_has_a_verdict_and_the_final_ones_end_the_request() {
         let actions = asked.prefill(0, PrefillFact::Failed(cause));
         match Verdict::of(cause) {
             Verdict::Ignore => assert_eq!(actions, []),
-            Verdict::Resume => assert!(matches!(actions[..], [_, RequestAction::Place { .. }])),
+            Verdict::Resume | Verdict::MoveOn => {
+                assert!(matches!(actions[..], [_, RequestAction::Place { .. }]));
+            }
             Verdict::GiveUp => assert!(asked.request.is_ended()),
             Verdict::Retry | Verdict::PlaceAgain | Verdict::WorkerLost => {
                 assert_eq!(actions, [close(0, 0)]);

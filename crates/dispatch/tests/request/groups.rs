@@ -121,9 +121,9 @@ fn one_lost_worker_is_one_retry_and_the_same_loss_later_another() {
         asked.placed_group(group);
     }
     assert_eq!(asked.request.num_retries(), 1);
-    // All three run on one prefill worker, which drains.
+    // All three run on one prefill worker, which lets go.
     for group in 1..=3 {
-        let event = PrefillFact::Failed(Cause::Draining);
+        let event = PrefillFact::Failed(Cause::Expired);
         let actions = asked.feed(RequestFact::Prefill { group, attempt: 0, event });
         assert_eq!(actions, [close(group, 0)]);
     }
@@ -135,13 +135,45 @@ fn one_lost_worker_is_one_retry_and_the_same_loss_later_another() {
         for group in 1..=3 {
             asked.placed_group(group);
         }
-        let event = PrefillFact::Failed(Cause::Draining);
+        let event = PrefillFact::Failed(Cause::Expired);
         asked.feed(RequestFact::Prefill { group: 2, attempt, event: event.clone() });
         assert_eq!((asked.request.num_retries(), asked.request.is_ended()), (3, attempt == 2));
         for group in [1, 3] {
             asked.feed(RequestFact::Prefill { group, attempt, event: event.clone() });
         }
     }
+}
+
+#[test]
+fn a_worker_that_drains_is_left_at_once_and_costs_nothing() {
+    let mut asked = running();
+    let actions = asked.decode(0, DecodeFact::Failed(Cause::Draining));
+    let places = [0, 1, 2].map(|sequence| place(sequence, vec![D], 1));
+    assert_eq!(actions[..1], [close(0, 0)]);
+    assert_eq!(actions[1..], places, "no wait");
+    for group in 1..=3 {
+        asked.placed_group(group);
+    }
+    // Another one, under all three: each goes on, still for nothing.
+    for group in 1..=3 {
+        let event = PrefillFact::Failed(Cause::Draining);
+        let actions = asked.feed(RequestFact::Prefill { group, attempt: 0, event });
+        assert_eq!(actions, [close(group, 0), place(group - 1, vec![D, P], 1)]);
+        asked.placed_group(group);
+    }
+    assert_eq!(asked.request.num_retries(), 0);
+    // Chosen again though it drains, it is a failure like others; so this ends.
+    for num_retries in 1..=3 {
+        let event = PrefillFact::Failed(Cause::Draining);
+        asked.feed(RequestFact::Prefill { group: 1, attempt: num_retries, event });
+        assert_eq!(asked.request.num_retries(), num_retries);
+        asked.now = asked.request.deadline().expect("backs off");
+        asked.feed(RequestFact::Tick);
+        asked.placed_group(1);
+    }
+    let event = PrefillFact::Failed(Cause::Draining);
+    asked.feed(RequestFact::Prefill { group: 1, attempt: 4, event });
+    assert!(asked.request.is_ended());
 }
 
 #[test]

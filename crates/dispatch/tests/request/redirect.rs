@@ -93,8 +93,56 @@ fn what_runs_or_is_not_computed_is_resumed() {
     let mut asked = held(1);
     assert_eq!(asked.prefill(0, PrefillFact::Lost), [close(0, 0)]);
     let mut asked = held(1);
-    asked.prefill(0, PrefillFact::Failed(Cause::Draining));
+    asked.prefill(0, PrefillFact::Failed(Cause::Expired));
     assert!(matches!(asked.again()[..], [RequestAction::OpenLegs(_)]));
+}
+
+#[test]
+fn a_decode_worker_that_drains_while_it_receives_costs_nothing() {
+    let mut asked = held(1);
+    assert_eq!(asked.decode(0, DecodeFact::Failed(Cause::Draining)), asks(1, 0, &[D]));
+    assert_eq!(asked.feed(on(D2)), [redirect(1, 1)]);
+    assert_eq!(asked.request.num_retries(), 0);
+}
+
+#[test]
+fn two_workers_that_lost_each_other_keep_what_is_computed() {
+    let mut asked = held(1);
+    assert_eq!(asked.decode(0, DecodeFact::Failed(Cause::PeerLost)), asks(1, 0, &[P, D]));
+    assert_eq!(
+        asked.prefill(0, PrefillFact::HandoffFailed(Cause::PeerLost)),
+        [],
+        "told by the other side too"
+    );
+    assert_eq!(asked.feed(on(D2)), [redirect(1, 1)]);
+    assert_eq!(asked.request.num_retries(), 1);
+    // If it is the prefill worker that is gone, that is the same failure.
+    let mut asked = held(1);
+    asked.decode(0, DecodeFact::Failed(Cause::PeerLost));
+    assert_eq!(asked.prefill(0, PrefillFact::Lost), [close(0, 0)]);
+    assert_eq!(asked.request.num_retries(), 1);
+    assert_eq!(asked.again(), [legs(1, true, 1, 4)]);
+    // Known before, there is nothing to redirect.
+    let mut asked = held(1);
+    asked.prefill(0, PrefillFact::Lost);
+    assert_eq!(asked.decode(0, DecodeFact::Failed(Cause::PeerLost)), []);
+}
+
+#[test]
+fn what_was_stopped_before_the_redirect_is_stopped_behind_it() {
+    let mut asked = held(2);
+    asked.feed(RequestFact::StopMatched { sequence: 1 });
+    asked.decode(0, DecodeFact::Lost);
+    assert_eq!(asked.feed(on(D2)), [redirect(1, 2)]);
+    let stop = RequestAction::StopSequence { group: 0, attempt: 1, sequence: 1 };
+    assert_eq!(asked.decode(1, DecodeFact::Started), [stop], "known there from here on");
+    // Also one that is stopped while another place is looked for.
+    let mut asked = held(2);
+    asked.decode(0, DecodeFact::Lost);
+    asked.feed(RequestFact::StopMatched { sequence: 0 });
+    asked.feed(on(D2));
+    let stop = RequestAction::StopSequence { group: 0, attempt: 1, sequence: 0 };
+    assert_eq!(asked.decode(1, DecodeFact::Started), [stop]);
 }
 
 #[test]

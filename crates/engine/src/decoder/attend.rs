@@ -1,19 +1,53 @@
 //! From a row of q, k and v to a row of attention's output.
 
-use baton_kv::{BlockMemory, KvDtype};
+use baton_kv::BlockMemory;
 
+use super::leave::Watch;
 use super::{Decoder, Step};
-use crate::kernels::{Attend, Norm, StoreHalf};
+use crate::kernels::{Attend, MAX_HEAD_DIM, Norm, StoreRow};
 use crate::team::Member;
 
 fn add(x: &mut [f32], bias: &[f32]) {
     x.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
 }
 
+/// Writes elements of 1, 2 or 4 bytes, `stride` bytes apart.
+///
+/// # Safety
+/// Every place from `to` on, `stride` bytes apart, takes an element.
+unsafe fn scatter(elements: &[u8], size: usize, to: *mut u8, stride: usize) {
+    // SAFETY: by contract.
+    unsafe {
+        match size {
+            1 => scatter_of::<1>(elements, to, stride),
+            2 => scatter_of::<2>(elements, to, stride),
+            _ => scatter_of::<4>(elements, to, stride),
+        }
+    }
+}
+
+/// # Safety
+/// As [`scatter`].
+unsafe fn scatter_of<const SIZE: usize>(elements: &[u8], to: *mut u8, stride: usize) {
+    for (nth, &element) in elements.as_chunks::<SIZE>().0.iter().enumerate() {
+        // SAFETY: by contract.
+        unsafe { to.add(nth * stride).cast::<[u8; SIZE]>().write(element) }
+    }
+}
+
 impl Decoder {
     /// Adds biases to queries, keys and values, normalises heads of queries and keys, turns them by their positions, and
     /// writes K and V to their blocks.
-    pub(super) fn rotate_and_store(&self, m: Member<'_>, step: Step<'_>, layer: usize) {
+    pub(super) fn rotate_and_store(
+        &self,
+        m: Member<'_>,
+        step: Step<'_>,
+        layer: usize,
+        watch: &mut Watch<'_>,
+    ) {
+        if watch.leaves() {
+            return;
+        }
         let (c, base) = (&self.config, self.arena.layer(layer));
         let block_bytes = self.arena.layout().block_layer_bytes();
         let weights = &self.weights.layers[layer];
@@ -57,49 +91,49 @@ impl Decoder {
         }
     }
 
-    /// Writes one token's K (`[head][element][token]`) and V (`[head][token][element]`) to a block.
+    /// Rounds one token's K (`[head][element][token]`) and V (`[head][token][element]`) into a block, each followed by its
+    /// scales (`[head][token]`) if the element type has them.
     ///
     /// # Safety
     /// `block` is a block of one layer that nobody else reads or writes at this slot.
     unsafe fn store_kv(&self, block: *mut u8, slot: usize, k: &[f32], v: &[f32]) {
-        let (size, head_dim) = (self.arena.layout().block_size, self.config.head_dim);
-        match self.arena.layout().dtype {
-            // SAFETY: K and V are `len * size` elements each, and `slot` is below `size`.
-            KvDtype::F32 => unsafe {
-                let block = block.cast::<f32>();
-                for (i, &x) in k.iter().enumerate() {
-                    block.add(i * size + slot).write(x);
+        let layout = self.arena.layout();
+        let (size, dtype, head_dim) = (layout.block_size, layout.dtype, self.config.head_dim);
+        let (store, element) = (self.kernels.store(dtype), dtype.size());
+        let scales = k.len() * size * element;
+        let mut rounded = [0u8; MAX_HEAD_DIM * size_of::<f32>()];
+        // SAFETY: a block is K and V, half of it each: `len * size` elements, then a scale for each head and slot. `slot` is below `size`,
+        // a head is at most 256 elements of at most 4 bytes.
+        unsafe {
+            let v_half = block.add(layout.block_layer_bytes() / 2);
+            let put_scale = |half: *mut u8, head: usize, scale: u8| {
+                if dtype.scale_bytes() > 0 {
+                    half.add(scales + head * size + slot).write(scale);
                 }
-                for (head, v) in v.chunks_exact(head_dim).enumerate() {
-                    let to = block.add(k.len() * size + (head * size + slot) * head_dim);
-                    std::ptr::copy_nonoverlapping(v.as_ptr(), to, head_dim);
-                }
-            },
-            // SAFETY: as above; a head is a multiple of 16 and at most 256.
-            KvDtype::F16 => unsafe {
-                let block = block.cast::<u16>();
-                for (head, k) in k.chunks_exact(head_dim).enumerate() {
-                    let mut rounded = [0u16; crate::kernels::MAX_HEAD_DIM];
-                    let half = StoreHalf { x: k.as_ptr(), out: rounded.as_mut_ptr(), len: head_dim };
-                    (self.kernels.store_half)(&half);
-                    for (d, &x) in rounded[..head_dim].iter().enumerate() {
-                        block.add((head * head_dim + d) * size + slot).write(x);
-                    }
-                }
-                for (head, v) in v.chunks_exact(head_dim).enumerate() {
-                    let out = block.add(k.len() * size + (head * size + slot) * head_dim);
-                    (self.kernels.store_half)(&StoreHalf { x: v.as_ptr(), out, len: head_dim });
-                }
-            },
+            };
+            for (head, k) in k.chunks_exact(head_dim).enumerate() {
+                let scale = store(&StoreRow { x: k.as_ptr(), out: rounded.as_mut_ptr(), len: head_dim });
+                let to = block.add((head * head_dim * size + slot) * element);
+                scatter(&rounded[..head_dim * element], element, to, size * element);
+                put_scale(block, head, scale);
+            }
+            for (head, v) in v.chunks_exact(head_dim).enumerate() {
+                let out = v_half.add((head * size + slot) * head_dim * element);
+                let scale = store(&StoreRow { x: v.as_ptr(), out, len: head_dim });
+                put_scale(v_half, head, scale);
+            }
         }
     }
 
-    pub(super) fn attend(&self, m: Member<'_>, step: Step<'_>, layer: usize) {
+    pub(super) fn attend(&self, m: Member<'_>, step: Step<'_>, layer: usize, watch: &mut Watch<'_>) {
         let (c, layout) = (&self.config, self.arena.layout());
         let group = c.num_heads / c.num_kv_heads;
         let units = &step.batch.units;
         let (q, out) = (self.scratch.qkv, self.scratch.attended);
         for pair in step.batch.attention_share(m.index(), m.count(), c.num_kv_heads) {
+            if watch.leaves() {
+                return;
+            }
             let (kv_head, unit) = (pair / units.len(), &units[pair % units.len()]);
             let column = kv_head * group * c.head_dim;
             let attend = Attend {
@@ -122,12 +156,7 @@ impl Decoder {
             };
             // SAFETY: see the top of `decoder`; the plan was checked, so the table covers the unit's positions and its
             // blocks lie in the arena; this step's K and V were written before the last barrier.
-            unsafe {
-                match layout.dtype {
-                    KvDtype::F32 => (self.kernels.attend_f32)(&attend),
-                    KvDtype::F16 => (self.kernels.attend_f16)(&attend),
-                }
-            }
+            unsafe { self.kernels.attend(layout.dtype)(&attend) }
         }
     }
 }

@@ -5,7 +5,9 @@
 //! output element. Which queries are computed together changes none of these. All query heads of a KV head, and
 //! several rows of a prompt, share the loads of K and V.
 
+use super::element::{Element, scales};
 use super::simd::{LANES, Simd};
+use super::tile::{Tile, WIDE_FLOATS, scores, values};
 
 /// Tokens of one softmax tile.
 pub(crate) const TILE_TOKENS: usize = 256;
@@ -14,15 +16,15 @@ pub(crate) const MAX_QUERIES: usize = 12;
 /// Largest head.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
 /// Floats that [`Attend::scratch`] must have: queries, scores and sums.
-pub(crate) const SCRATCH_FLOATS: usize = MAX_QUERIES * (2 * MAX_HEAD_DIM + TILE_TOKENS);
+pub(crate) const SCRATCH_FLOATS: usize = WIDE_AT + WIDE_FLOATS;
 
-/// Blocks of a tile, at most.
-const TILE_BLOCKS: usize = TILE_TOKENS / LANES;
-const LINE: usize = 64;
+/// Where the scratch has room for K or V as f32.
+const WIDE_AT: usize = MAX_QUERIES * (2 * MAX_HEAD_DIM + TILE_TOKENS);
 
 /// Some consecutive rows of one sequence, over the query heads of one KV head.
 ///
-/// A block of one layer is `[K][V]`, K being `[kv head][element][token]` and V `[kv head][token][element]`.
+/// A block of one layer is `[K][V]`, K being `[kv head][element][token]` and V `[kv head][token][element]`; where elements have
+/// scales, each is followed by a byte a row, `[kv head][token]`.
 pub(crate) struct Attend<'a> {
     /// Query of the first row and first head of the group; a row's heads lie `head_dim` apart.
     pub(crate) q: *const f32,
@@ -58,64 +60,21 @@ pub(crate) struct Attend<'a> {
     pub(crate) scratch: *mut f32,
 }
 
-/// How an element of K and V is stored.
-pub(super) trait Element: Copy {
-    /// # Safety
-    /// The CPU has `S`; `p` covers 16 elements.
-    unsafe fn load<S: Simd>(p: *const Self) -> S::F;
-}
-
-impl Element for f32 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(p: *const f32) -> S::F {
-        // SAFETY: the caller's.
-        unsafe { S::load(p) }
-    }
-}
-
-impl Element for half::f16 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(p: *const half::f16) -> S::F {
-        // SAFETY: the caller's; f16 is a u16 inside.
-        unsafe { S::load_f16(p.cast()) }
-    }
-}
-
 /// The queries computed together, their running softmax, and where their sums stand in the scratch.
-struct Queries {
-    num: usize,
+pub(super) struct Queries {
+    pub(super) num: usize,
     /// Tokens each one sees.
-    limits: [usize; MAX_QUERIES],
+    pub(super) limits: [usize; MAX_QUERIES],
     largest: [f32; MAX_QUERIES],
     sum: [f32; MAX_QUERIES],
     /// `[query][256]`, scaled.
-    q: *mut f32,
+    pub(super) q: *mut f32,
     /// `[query][256]`: scores, then exponentials.
-    scores: *mut f32,
+    pub(super) scores: *mut f32,
     /// `[query][256]`: sums of V.
-    acc: *mut f32,
-}
-
-/// One tile of a sequence as the kernels see it.
-struct Tile<E> {
-    start: usize,
-    /// K of this head in each block of the tile.
-    k: [*const E; TILE_BLOCKS],
-    v: [*const E; TILE_BLOCKS],
-    /// K of the blocks of the tile after it; null where there is none, or no use in asking for it early.
-    next_k: [*const E; TILE_BLOCKS],
-}
-
-/// Asks for `len` bytes from `p`.
-///
-/// # Safety
-/// The CPU has `S`.
-#[inline(always)]
-unsafe fn prefetch<S: Simd, E>(p: *const E, len: usize) {
-    for line in (0..len).step_by(LINE) {
-        // SAFETY: any address may be prefetched.
-        unsafe { S::prefetch_far(p.cast::<u8>().wrapping_add(line)) }
-    }
+    pub(super) acc: *mut f32,
+    /// Room for `[WIDE_FLOATS]`.
+    pub(super) wide: *mut f32,
 }
 
 /// # Safety
@@ -138,7 +97,7 @@ pub(super) unsafe fn run<S: Simd, E: Element>(a: &Attend<'_>) {
 #[inline(always)]
 unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize) {
     let place = |i: usize| ((first + i) / a.group, (first + i) % a.group * a.head_dim);
-    // SAFETY: the scratch has room for three arrays of 12 x 256; row and head of each query lie within q and out.
+    // SAFETY: the scratch has room for three arrays of 12 x 256 and the wide elements; row and head of each query lie within q and out.
     unsafe {
         let mut qs = Queries {
             num,
@@ -148,6 +107,7 @@ unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize)
             q: a.scratch,
             acc: a.scratch.add(MAX_QUERIES * MAX_HEAD_DIM),
             scores: a.scratch.add(2 * MAX_QUERIES * MAX_HEAD_DIM),
+            wide: a.scratch.add(WIDE_AT),
         };
         let mut context = 0;
         for i in 0..num {
@@ -161,9 +121,14 @@ unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize)
             }
         }
         for start in (0..context).step_by(TILE_TOKENS) {
-            let tile = tile::<E>(a, start, context);
+            let tile = Tile::<E>::of(a, start, context);
             scores::<S, E>(a, &tile, &qs, (context - start).min(TILE_TOKENS));
-            (0..num).for_each(|i| softmax::<S>(&mut qs, i, start, a.head_dim));
+            for i in 0..num {
+                softmax::<S>(&mut qs, i, start, a.head_dim);
+                if E::SCALED {
+                    weigh::<S, E>(&tile, &qs, i);
+                }
+            }
             values::<S, E>(a, &tile, &qs);
         }
         for i in 0..num {
@@ -176,111 +141,18 @@ unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize)
     }
 }
 
-/// Finds a tile's blocks, and with one row those of the next: its bytes come from far and are wanted once only,
-/// while rows of a prompt find them in the caches.
+/// Multiplies query `i`'s exponentials by the factors of V's rows; their sum was taken before.
 ///
 /// # Safety
 /// As [`run`].
 #[inline(always)]
-unsafe fn tile<E: Element>(a: &Attend<'_>, start: usize, context: usize) -> Tile<E> {
-    let head = a.head_dim * a.block_size;
-    let none = [std::ptr::null(); TILE_BLOCKS];
-    let mut tile = Tile { start, k: none, v: none, next_k: none };
-    let num_blocks = TILE_TOKENS / a.block_size;
-    let first = start / a.block_size;
-    for (n, &block) in a.blocks[first..context.div_ceil(a.block_size)].iter().take(2 * num_blocks).enumerate()
-    {
-        // SAFETY: by contract the block lies in the layer; K and V are `num_kv_heads` heads each.
+unsafe fn weigh<S: Simd, E: Element>(tile: &Tile<E>, qs: &Queries, i: usize) {
+    let seen = qs.limits[i].saturating_sub(tile.start).min(TILE_TOKENS);
+    for chunk in 0..seen.div_ceil(LANES) {
+        // SAFETY: chunks of tokens that the query sees; what a last one has beyond them is not looked at any more.
         unsafe {
-            let base = a.layer.add(block as usize * a.block_bytes).cast::<E>();
-            let k = base.add(a.kv_head * head);
-            if n < num_blocks {
-                tile.k[n] = k;
-                tile.v[n] = base.add((a.num_kv_heads + a.kv_head) * head);
-            } else if a.num_rows == 1 {
-                tile.next_k[n - num_blocks] = k;
-            }
-        }
-    }
-    tile
-}
-
-/// Splits `num` queries and `width` vectors into pieces that fit in registers: `$kernel::<S, E, Q, W>(first, at)`.
-macro_rules! pieces {
-    ($s:ident, $e:ident, $num:expr, $width:expr, $kernel:ident($($arg:expr),*)) => {{
-        let mut first = 0;
-        pieces!(@queries $s, $e, first, $num, $width, $kernel($($arg),*), 12 6 4 3 2 1);
-    }};
-    (@queries $s:ident, $e:ident, $first:ident, $num:expr, $width:expr, $kernel:ident $args:tt, $($q:literal)*) => {$(
-        while $q <= $s::MAX_ACCUMULATORS && $num - $first >= $q {
-            let mut at = 0;
-            pieces!(@width $s, $e, $first, at, $width, $q, $kernel $args, 4);
-            pieces!(@width $s, $e, $first, at, $width, $q, $kernel $args, 2);
-            pieces!(@width $s, $e, $first, at, $width, $q, $kernel $args, 1);
-            $first += $q;
-        }
-    )*};
-    (@width $s:ident, $e:ident, $first:ident, $at:ident, $width:expr, $q:literal, $kernel:ident($($arg:expr),*), $w:literal) => {
-        while $q * $w <= $s::MAX_ACCUMULATORS && $width - $at >= $w {
-            $kernel::<$s, $e, $q, $w>($($arg,)* $first, $at);
-            $at += $w;
-        }
-    };
-}
-
-/// Scores of all queries for the tile's first `num_tokens` tokens; those a query may not see are masked later.
-///
-/// # Safety
-/// As [`run`].
-#[inline(always)]
-unsafe fn scores<S: Simd, E: Element>(a: &Attend<'_>, tile: &Tile<E>, qs: &Queries, num_tokens: usize) {
-    let num_chunks = num_tokens.div_ceil(LANES);
-    // SAFETY: pieces stay within `qs.num` queries and the chunks of the tile's blocks.
-    unsafe { pieces!(S, E, qs.num, num_chunks, score_piece(a, tile, qs)) }
-}
-
-/// # Safety
-/// As [`run`], for queries `first..first + Q` and 16-token chunks `at..at + C`.
-#[inline(always)]
-unsafe fn score_piece<S: Simd, E: Element, const Q: usize, const C: usize>(
-    a: &Attend<'_>,
-    tile: &Tile<E>,
-    qs: &Queries,
-    first: usize,
-    at: usize,
-) {
-    // SAFETY: a chunk lies within one block, since a block is a multiple of 16 tokens.
-    unsafe {
-        let (mut k, mut v) = ([std::ptr::null::<E>(); C], [std::ptr::null::<E>(); C]);
-        for (c, k) in k.iter_mut().enumerate() {
-            let token = (at + c) * LANES;
-            let (block, slot) = (token / a.block_size, token % a.block_size);
-            *k = tile.k[block].add(slot);
-            v[c] = tile.v[block].add(slot * a.head_dim);
-        }
-        let ahead = first == 0 && a.num_rows == 1;
-        let q = qs.q.add(first * MAX_HEAD_DIM);
-        let mut acc = [[S::zero(); C]; Q];
-        for d in 0..a.head_dim {
-            // V of these tokens is as large as K: as much of it is asked for as K is read, so that requests never pile up.
-            if ahead && (d * LANES * size_of::<E>()).is_multiple_of(LINE) {
-                v.iter().for_each(|v| S::prefetch_far(v.add(d * LANES).cast()));
-            }
-            let mut keys = [S::zero(); C];
-            for (c, keys) in keys.iter_mut().enumerate() {
-                *keys = E::load::<S>(k[c].add(d * a.block_size));
-            }
-            for (i, acc) in acc.iter_mut().enumerate() {
-                let q = S::splat(*q.add(i * MAX_HEAD_DIM + d));
-                for (acc, &keys) in acc.iter_mut().zip(&keys) {
-                    *acc = S::fma(q, keys, *acc);
-                }
-            }
-        }
-        for (i, acc) in acc.iter().enumerate() {
-            for (c, &acc) in acc.iter().enumerate() {
-                S::store(qs.scores.add((first + i) * TILE_TOKENS + (at + c) * LANES), acc);
-            }
+            let at = qs.scores.add(i * TILE_TOKENS + chunk * LANES);
+            S::store(at, S::mul(S::load(at), scales::<S>(tile.v_scales[chunk])));
         }
     }
 }
@@ -300,11 +172,14 @@ unsafe fn softmax<S: Simd>(qs: &mut Queries, i: usize, start: usize, head_dim: u
         let scores = qs.scores.add(i * TILE_TOKENS);
         let hidden = S::splat(f32::NEG_INFINITY);
         let mut largest = hidden;
-        for t in (0..limit).step_by(LANES) {
+        let whole = limit / LANES * LANES;
+        if whole < limit {
             // What lies beyond the limit may be anything, NaN included.
-            let score = S::first_lanes(limit - t, S::load(scores.add(t)), hidden);
-            S::store(scores.add(t), score);
-            largest = S::max(largest, score);
+            let last = scores.add(whole);
+            S::store(last, S::first_lanes(limit - whole, S::load(last), hidden));
+        }
+        for t in (0..limit).step_by(LANES) {
+            largest = S::max(largest, S::load(scores.add(t)));
         }
         let new = f32::max(qs.largest[i], S::largest(largest));
         let mut sum = S::zero();
@@ -320,97 +195,5 @@ unsafe fn softmax<S: Simd>(qs: &mut Queries, i: usize, start: usize, head_dim: u
         }
         qs.sum[i] = qs.sum[i] * S::largest(fade) + S::sum(sum);
         qs.largest[i] = new;
-    }
-}
-
-/// Adds the tile's weighted V: together for the tokens that all queries see, one query at a time for the rest.
-///
-/// # Safety
-/// As [`run`].
-#[inline(always)]
-unsafe fn values<S: Simd, E: Element>(a: &Attend<'_>, tile: &Tile<E>, qs: &Queries) {
-    let seen = |i: usize| qs.limits[i].saturating_sub(tile.start).min(TILE_TOKENS);
-    let common = (0..qs.num).map(seen).min().unwrap_or(0);
-    let width = a.head_dim / LANES;
-    // SAFETY: pieces stay within the queries, a head's vectors and the tokens they see.
-    unsafe {
-        pieces!(S, E, qs.num, width, value_piece(a, tile, qs, 0, common));
-        for i in 0..qs.num {
-            let own = seen(i);
-            if own > common {
-                one_query::<S, E>(a, tile, qs, (common, own), i);
-            }
-        }
-    }
-}
-
-/// # Safety
-/// As [`run`], for one query's tokens `range.0..range.1`.
-#[inline(always)]
-unsafe fn one_query<S: Simd, E: Element>(
-    a: &Attend<'_>,
-    tile: &Tile<E>,
-    qs: &Queries,
-    range: (usize, usize),
-    i: usize,
-) {
-    for at in 0..a.head_dim / LANES {
-        // SAFETY: one query, one vector of the head.
-        unsafe { value_piece::<S, E, 1, 1>(a, tile, qs, range.0, range.1, i, at) }
-    }
-}
-
-/// # Safety
-/// As [`run`], for queries `first..first + Q`, vectors `at..at + D` of the head and tokens `from..to` of the tile.
-#[inline(always)]
-unsafe fn value_piece<S: Simd, E: Element, const Q: usize, const D: usize>(
-    a: &Attend<'_>,
-    tile: &Tile<E>,
-    qs: &Queries,
-    from: usize,
-    to: usize,
-    first: usize,
-    at: usize,
-) {
-    // SAFETY: by contract.
-    unsafe {
-        let p = qs.scores.add(first * TILE_TOKENS);
-        let out = qs.acc.add(first * MAX_HEAD_DIM + at * LANES);
-        let mut acc = [[S::zero(); D]; Q];
-        for (i, acc) in acc.iter_mut().enumerate() {
-            for (d, acc) in acc.iter_mut().enumerate() {
-                *acc = S::load(out.add(i * MAX_HEAD_DIM + d * LANES));
-            }
-        }
-        let mut t = from;
-        while t < to {
-            let block_end = (t / a.block_size + 1) * a.block_size;
-            let next_k = tile.next_k[t / a.block_size];
-            let ahead = first == 0 && at == 0 && !next_k.is_null();
-            let mut v = tile.v[t / a.block_size].add(t % a.block_size * a.head_dim + at * LANES);
-            for t in t..block_end.min(to) {
-                if ahead {
-                    let part = next_k.wrapping_add(t % a.block_size * a.head_dim);
-                    prefetch::<S, E>(part, a.head_dim * size_of::<E>());
-                }
-                let mut row = [S::zero(); D];
-                for (d, row) in row.iter_mut().enumerate() {
-                    *row = E::load::<S>(v.add(d * LANES));
-                }
-                for (i, acc) in acc.iter_mut().enumerate() {
-                    let p = S::splat(*p.add(i * TILE_TOKENS + t));
-                    for (acc, &row) in acc.iter_mut().zip(&row) {
-                        *acc = S::fma(p, row, *acc);
-                    }
-                }
-                v = v.add(a.head_dim);
-            }
-            t = block_end;
-        }
-        for (i, acc) in acc.iter().enumerate() {
-            for (d, &acc) in acc.iter().enumerate() {
-                S::store(out.add(i * MAX_HEAD_DIM + d * LANES), acc);
-            }
-        }
     }
 }

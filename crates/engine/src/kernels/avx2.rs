@@ -60,11 +60,16 @@ impl Avx2 {
         fn byte8(x: __m256i) -> __m256 = _mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(255)));
         fn low8(x: __m256i) -> __m256i = _mm256_and_si256(x, _mm256_set1_epi8(15));
         fn word(x: *const u8) -> __m256i = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
-        // Pairs of products stay below 2^15 as long as one factor's bytes are below 128.
-        fn dot8(sum: __m256i, w: __m256i, x: __m256i) -> __m256i = _mm256_add_epi32(sum,
-            _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+        // Lanes of 16 bits: 8 times 2 products of at most 15 * 127 stay below 2^15.
+        fn dot8(sum: __m256i, w: __m256i, x: __m256i) -> __m256i =
+            _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
         fn bf16x8(p: *const u16) -> __m256 = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(
             _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()))));
+        // Shifted into a half's place, bias 15 instead of 7; the sign's copy below it is cleared.
+        fn e4m3x8(p: *const u8) -> __m256 = _mm256_cvtph_ps(_mm_and_si128(
+            _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(_mm_loadl_epi64(p.cast()))), _mm_set1_epi16(0xbf80u16 as i16)));
+        fn powers8(p: *const u8) -> __m256 = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()))));
         fn f16x8(p: *mut u16, x: __m256) =
             _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x));
         fn pow2(x: __m256) -> __m256 = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(
@@ -80,9 +85,13 @@ impl Avx2 {
 impl Simd for Avx2 {
     type F = Pair;
     type I = IntPair;
+    /// Of 32 lanes of 16 bits each.
+    type Dots = IntPair;
     const MAX_ROWS: usize = 6;
     const MAX_ACCUMULATORS: usize = 6;
-    const MAX_QUANT_ROWS: usize = 2;
+    const MAX_SQUARE: usize = 5;
+    const MAX_QUANT_ROWS: usize = 4;
+    const NIBBLE_DOTS: bool = true;
 
     ops! {
         fn zero() -> Pair = (_mm256_setzero_ps(), _mm256_setzero_ps());
@@ -101,6 +110,8 @@ impl Simd for Avx2 {
             Self::f16x8(p.add(8), x.1);
         };
         fn load_bf16(p: *const u16) -> Pair = (Self::bf16x8(p), Self::bf16x8(p.add(8)));
+        fn load_e4m3(p: *const u8) -> Pair = (Self::e4m3x8(p), Self::e4m3x8(p.add(8)));
+        fn load_powers(p: *const u8) -> Pair = (Self::powers8(p), Self::powers8(p.add(8)));
         fn load_u32(p: *const u32) -> IntPair =
             (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(8).cast()));
         fn store_u32(p: *mut u32, x: IntPair) = {
@@ -143,27 +154,36 @@ impl Simd for Avx2 {
         fn sum(x: Pair) -> f32 = sum8(_mm256_add_ps(x.0, x.1));
         fn largest(x: Pair) -> f32 = largest8(_mm256_max_ps(x.0, x.1));
         fn prefetch_far(p: *const u8) = _mm_prefetch::<_MM_HINT_T1>(p.cast());
+        fn prefetch_near(p: *const u8) = _mm_prefetch::<_MM_HINT_T0>(p.cast());
     }
 
     #[inline(always)]
-    unsafe fn dot<const WIDE: bool>(sum: IntPair, w: IntPair, x: *const u8) -> IntPair {
+    unsafe fn first_dot(_start: IntPair, w: IntPair, x: *const u8) -> IntPair {
         // SAFETY: by the trait's contract the CPU has AVX2 and `x` covers 4 bytes.
         unsafe {
             let x = Self::word(x);
-            if !WIDE {
-                return (Self::dot8(sum.0, w.0, x), Self::dot8(sum.1, w.1, x));
-            }
-            // w is 128 less its distance to 128, which is at most 128 and takes its sign from w to x.
-            let off = _mm256_set1_epi8(-128);
-            let half = |sum: __m256i, w: __m256i| {
-                let signed = _mm256_xor_si256(w, off);
-                let sum = Self::dot8(sum, _mm256_abs_epi8(signed), _mm256_sign_epi8(x, signed));
-                // What the offset of 128 stands for: 64 twice, so that no pair of products overflows.
-                let offset = _mm256_maddubs_epi16(_mm256_set1_epi8(64), x);
-                let offset = _mm256_madd_epi16(offset, _mm256_set1_epi16(2));
-                _mm256_add_epi32(sum, offset)
-            };
-            (half(sum.0, w.0), half(sum.1, w.1))
+            (_mm256_maddubs_epi16(w.0, x), _mm256_maddubs_epi16(w.1, x))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot(sum: IntPair, w: IntPair, x: *const u8) -> IntPair {
+        // SAFETY: by the trait's contract the CPU has AVX2 and `x` covers 4 bytes.
+        unsafe {
+            let x = Self::word(x);
+            (Self::dot8(sum.0, w.0, x), Self::dot8(sum.1, w.1, x))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn total<const FACTOR: i16>(start: IntPair, sum: IntPair) -> IntPair {
+        // SAFETY: by the trait's contract the CPU has AVX2.
+        unsafe {
+            let factor = _mm256_set1_epi16(FACTOR);
+            (
+                _mm256_add_epi32(start.0, _mm256_madd_epi16(sum.0, factor)),
+                _mm256_add_epi32(start.1, _mm256_madd_epi16(sum.1, factor)),
+            )
         }
     }
 }

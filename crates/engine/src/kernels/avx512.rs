@@ -24,8 +24,11 @@ fn vnni_detected() -> bool {
 
 /// The kernels of this instruction set; AVX2's integer kernel, which gives the same bits, where there is no VNNI.
 pub(super) fn table() -> &'static super::Kernels {
-    static WITHOUT_VNNI: super::Kernels =
-        super::Kernels { matmul_int8: super::avx2::TABLE.matmul_int8, ..TABLE };
+    static WITHOUT_VNNI: super::Kernels = super::Kernels {
+        matmul_int8: super::avx2::TABLE.matmul_int8,
+        peak: super::avx2::TABLE.peak,
+        ..TABLE
+    };
     if vnni_detected() { &TABLE } else { &WITHOUT_VNNI }
 }
 
@@ -42,9 +45,12 @@ macro_rules! ops {
 impl Simd for Avx512 {
     type F = __m512;
     type I = __m512i;
+    type Dots = __m512i;
     const MAX_ROWS: usize = 12;
     const MAX_ACCUMULATORS: usize = 24;
+    const MAX_SQUARE: usize = 24;
     const MAX_QUANT_ROWS: usize = 8;
+    const NIBBLE_DOTS: bool = false;
 
     ops! {
         fn zero() -> __m512 = _mm512_setzero_ps();
@@ -56,6 +62,12 @@ impl Simd for Avx512 {
             _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x));
         fn load_bf16(p: *const u16) -> __m512 = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(
             _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()))));
+        // Shifted into a half's place, bias 15 instead of 7; the sign's copy below it is cleared.
+        fn load_e4m3(p: *const u8) -> __m512 = _mm512_cvtph_ps(_mm256_and_si256(
+            _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast()))),
+            _mm256_set1_epi16(0xbf80u16 as i16)));
+        fn load_powers(p: *const u8) -> __m512 = _mm512_castsi512_ps(_mm512_slli_epi32::<23>(
+            _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()))));
         fn load_u32(p: *const u32) -> __m512i = _mm512_loadu_si512(p.cast());
         fn store_u32(p: *mut u32, x: __m512i) = _mm512_storeu_si512(p.cast(), x);
         fn low_byte(x: __m512i) -> __m512 = _mm512_cvtepi32_ps(_mm512_and_si512(x, _mm512_set1_epi32(255)));
@@ -91,13 +103,25 @@ impl Simd for Avx512 {
         fn largest(x: __m512) -> f32 =
             super::avx2::largest8(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x)));
         fn prefetch_far(p: *const u8) = _mm_prefetch::<_MM_HINT_T1>(p.cast());
+        fn prefetch_near(p: *const u8) = _mm_prefetch::<_MM_HINT_T0>(p.cast());
     }
 
     #[inline(always)]
-    unsafe fn dot<const WIDE: bool>(sum: __m512i, w: __m512i, x: *const u8) -> __m512i {
+    unsafe fn first_dot(start: __m512i, w: __m512i, x: *const u8) -> __m512i {
+        // SAFETY: the caller's.
+        unsafe { Self::dot(start, w, x) }
+    }
+
+    #[inline(always)]
+    unsafe fn dot(sum: __m512i, w: __m512i, x: *const u8) -> __m512i {
         // SAFETY: by the trait's contract `x` covers 4 bytes; integer kernels of this table are only reachable where
         // VNNI was detected.
         unsafe { _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
+    }
+
+    #[inline(always)]
+    unsafe fn total<const FACTOR: i16>(_start: __m512i, sum: __m512i) -> __m512i {
+        sum
     }
 }
 

@@ -23,8 +23,8 @@ const SLAB: usize = 64;
 pub(crate) const SCRATCH_FLOATS: usize = SLAB * SPREAD;
 /// With more rows than this, weights are spread once for all of them rather than for each few.
 const FEW_ROWS: usize = ROW_GROUP;
-/// Bytes of input that pass over all tiles before the next rows: half of a second-level cache.
-const ROWS_BYTES: usize = 1 << 20;
+/// Bytes of input that pass over all tiles before the next rows: a quarter of a small second-level cache.
+const ROWS_BYTES: usize = 1 << 17;
 /// How far ahead of its use a weight is asked for.
 const AHEAD: usize = 4096;
 const LINE: usize = 64;
@@ -270,7 +270,7 @@ unsafe fn rows<S: Simd, W: Format>(piece: Piece, num_rows: usize, group_bytes: u
     let mut row = 0;
     macro_rules! rows {
         ($($rows:literal),*) => {$(
-            while $rows <= S::MAX_QUANT_ROWS && num_rows - row >= $rows {
+            while const { $rows <= S::MAX_QUANT_ROWS } && num_rows - row >= $rows {
                 // SAFETY: `$rows` rows are left, and as all counts before were multiples of it they share a group.
                 unsafe {
                     kernel::<S, W, $rows>(Piece {
@@ -286,6 +286,59 @@ unsafe fn rows<S: Simd, W: Format>(piece: Piece, num_rows: usize, group_bytes: u
     rows!(8, 4, 2, 1);
 }
 
+/// Row `row` of a block's quants: whole bytes with `FACTOR` 0, else their low (1) or high (16) nibbles.
+///
+/// # Safety
+/// As [`Format`].
+#[inline(always)]
+unsafe fn part<S: Simd, W: Format, const FACTOR: i16>(w: *const u8, row: usize) -> S::I {
+    // SAFETY: the caller's.
+    unsafe {
+        let quants = W::quants::<S>(w, row);
+        match FACTOR {
+            0 => quants,
+            1 => S::low_nibbles(quants),
+            _ => S::high_nibbles(quants),
+        }
+    }
+}
+
+/// Adds `FACTOR` times the dot products of the block at `w` with `R` rows, whose first record is `x`, to `sums`, once for whole
+/// bytes, `FACTOR` 0. No closures here: those are not compiled for the instruction set.
+///
+/// # Safety
+/// As [`run`]; `FACTOR` is not 0 if dot products take only nibbles and the format is of bytes.
+#[inline(always)]
+unsafe fn dots<S: Simd, W: Format, const R: usize, const FACTOR: i16>(
+    sums: &mut [S::I; R],
+    (w, x): (*const u8, *const u8),
+    pairs: usize,
+) {
+    // SAFETY: the caller's; a record has 4 bytes for each of the 8 rows.
+    unsafe {
+        let mut dots = [S::first_dot(S::zero_i32(), S::zero_i32(), x); R];
+        let quants = part::<S, W, FACTOR>(w, 0);
+        for (r, dots) in dots.iter_mut().enumerate() {
+            *dots = S::first_dot(sums[r], quants, x.add(r * RECORD));
+        }
+        let quants = part::<S, W, FACTOR>(w, 1);
+        for (r, dots) in dots.iter_mut().enumerate() {
+            *dots = S::dot(*dots, quants, x.add(r * RECORD + 4));
+        }
+        for pair in 1..pairs {
+            for row in [2 * pair, 2 * pair + 1] {
+                let quants = part::<S, W, FACTOR>(w, row);
+                for (r, dots) in dots.iter_mut().enumerate() {
+                    *dots = S::dot(*dots, quants, x.add(r * RECORD + 4 * row));
+                }
+            }
+        }
+        for (sum, &dots) in sums.iter_mut().zip(&dots) {
+            *sum = if FACTOR == 16 { S::total::<16>(*sum, dots) } else { S::total::<1>(*sum, dots) };
+        }
+    }
+}
+
 /// # Safety
 /// As [`run`], for `R` rows of one group.
 #[inline(always)]
@@ -293,6 +346,9 @@ unsafe fn kernel<S: Simd, W: Format, const R: usize>(piece: Piece) {
     // SAFETY: by contract; the constants are offsets within a record.
     unsafe {
         let float = |p: *const u8| S::splat(p.cast::<f32>().read_unaligned());
+        // Of u32 rows. Where registers are few the compiler may not know how many there are: it would unroll all, take row after row
+        // of the output and spill the weights.
+        let pairs = if S::NIBBLE_DOTS { std::hint::black_box(QUANT_ROWS / 2) } else { QUANT_ROWS / 2 };
         let mut acc = [S::zero(); R];
         if !piece.first {
             for (r, acc) in acc.iter_mut().enumerate() {
@@ -306,6 +362,10 @@ unsafe fn kernel<S: Simd, W: Format, const R: usize>(piece: Piece) {
                 for line in 0..W::BYTES / LINE {
                     S::prefetch_far(w.wrapping_add(AHEAD + line * LINE));
                 }
+            } else {
+                for line in (0..R * RECORD).step_by(LINE) {
+                    S::prefetch_near(x.wrapping_add(BLOCK_STRIDE + line));
+                }
             }
             let mut sums = [S::zero_i32(); R];
             if let Some(start) = W::START {
@@ -313,16 +373,11 @@ unsafe fn kernel<S: Simd, W: Format, const R: usize>(piece: Piece) {
                     *sum = S::splat_i32(x.add(r * RECORD + start));
                 }
             }
-            for row in 0..QUANT_ROWS {
-                let quants = W::quants::<S>(w, row);
-                for (r, sum) in sums.iter_mut().enumerate() {
-                    // Without `WIDE` the bytes are nibbles.
-                    *sum = if W::WIDE {
-                        S::dot::<true>(*sum, quants, x.add(r * RECORD + 4 * row))
-                    } else {
-                        S::dot::<false>(*sum, quants, x.add(r * RECORD + 4 * row))
-                    };
-                }
+            if const { W::WIDE && S::NIBBLE_DOTS } {
+                dots::<S, W, R, 1>(&mut sums, (w, x), pairs);
+                dots::<S, W, R, 16>(&mut sums, (w, x), pairs);
+            } else {
+                dots::<S, W, R, 0>(&mut sums, (w, x), pairs);
             }
             let scales = W::scales::<S>(w);
             for (r, acc) in acc.iter_mut().enumerate() {

@@ -108,7 +108,7 @@ unsafe fn slab<S: Simd>(mut pass: Pass, num_rows: usize, w: &[*const f32]) {
     let mut left = num_rows;
     macro_rules! rows {
         ($($rows:literal),*) => {$(
-            while $rows <= S::MAX_ROWS && left >= $rows {
+            while const { $rows <= S::MAX_ROWS } && left >= $rows {
                 // SAFETY: `$rows` rows are left.
                 unsafe {
                     tiles::<S, $rows>(pass, w);
@@ -128,7 +128,7 @@ unsafe fn slab<S: Simd>(mut pass: Pass, num_rows: usize, w: &[*const f32]) {
 unsafe fn tiles<S: Simd, const R: usize>(mut pass: Pass, mut w: &[*const f32]) {
     macro_rules! width {
         ($($tiles:literal),*) => {$(
-            while R * $tiles <= S::MAX_ACCUMULATORS
+            while const { R * $tiles <= S::MAX_ACCUMULATORS }
                 && let Some((now, later)) = w.split_first_chunk()
             {
                 // SAFETY: these tiles are among the caller's.

@@ -5,30 +5,39 @@
 //! on its neighbours; reductions over a row have a fixed tree; attention tiles sit on absolute positions.
 
 mod attention;
+#[cfg(test)]
+mod attention_tests;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod element;
 mod int8;
 #[cfg(test)]
 mod int8_tests;
 mod matmul;
+mod peak;
 mod portable;
 mod quantise;
 mod rowwise;
 mod simd;
 #[cfg(test)]
 mod tests;
+mod tile;
 mod unpack;
 
 pub(crate) use attention::{
     Attend, MAX_HEAD_DIM, MAX_QUERIES, SCRATCH_FLOATS as ATTEND_SCRATCH_FLOATS, TILE_TOKENS,
 };
+pub(crate) use element::StoreRow;
 pub(crate) use int8::{Int8Matmul, SCRATCH_FLOATS as INT8_SCRATCH_FLOATS};
 pub(crate) use matmul::{Matmul, SCRATCH_FLOATS as MATMUL_SCRATCH_FLOATS};
+pub(crate) use peak::Peak;
 pub(crate) use quantise::{Quantise, ROW_GROUP, group_bytes, record};
-pub(crate) use rowwise::{Exponentials, Norm, SiluMul, StoreHalf};
+pub(crate) use rowwise::{Exponentials, Norm, SiluMul};
 pub(crate) use simd::LANES;
+
+use baton_kv::KvDtype;
 
 /// Which instruction set the kernels use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,12 +87,18 @@ pub(crate) struct Kernels {
     pub(crate) fused: bool,
     pub(crate) matmul: unsafe fn(&Matmul<'_>),
     pub(crate) matmul_int8: unsafe fn(&Int8Matmul<'_>),
+    pub(crate) peak: unsafe fn(&Peak) -> f32,
     pub(crate) quantise: unsafe fn(&Quantise),
-    pub(crate) attend_f32: unsafe fn(&Attend<'_>),
-    pub(crate) attend_f16: unsafe fn(&Attend<'_>),
+    attend_f32: unsafe fn(&Attend<'_>),
+    attend_f16: unsafe fn(&Attend<'_>),
+    attend_bf16: unsafe fn(&Attend<'_>),
+    attend_fp8: unsafe fn(&Attend<'_>),
     pub(crate) norm: unsafe fn(&Norm),
     pub(crate) silu_mul: unsafe fn(&SiluMul),
-    pub(crate) store_half: unsafe fn(&StoreHalf),
+    store_f32: unsafe fn(&StoreRow) -> u8,
+    store_f16: unsafe fn(&StoreRow) -> u8,
+    store_bf16: unsafe fn(&StoreRow) -> u8,
+    store_fp8: unsafe fn(&StoreRow) -> u8,
     pub(crate) exponentials: unsafe fn(&Exponentials) -> f32,
     pub(crate) largest: unsafe fn(&[f32]) -> f32,
 }
@@ -102,6 +117,26 @@ impl Kernels {
             _ => &portable::TABLE,
         })
     }
+
+    /// Attention over blocks of this element type.
+    pub(crate) const fn attend(&self, dtype: KvDtype) -> unsafe fn(&Attend<'_>) {
+        match dtype {
+            KvDtype::F32 => self.attend_f32,
+            KvDtype::F16 => self.attend_f16,
+            KvDtype::BF16 => self.attend_bf16,
+            KvDtype::Fp8 => self.attend_fp8,
+        }
+    }
+
+    /// Rounding to this element type; returns the row's scale.
+    pub(crate) const fn store(&self, dtype: KvDtype) -> unsafe fn(&StoreRow) -> u8 {
+        match dtype {
+            KvDtype::F32 => self.store_f32,
+            KvDtype::F16 => self.store_f16,
+            KvDtype::BF16 => self.store_bf16,
+            KvDtype::Fp8 => self.store_fp8,
+        }
+    }
 }
 
 /// Instantiates every kernel for one [`simd::Simd`], inside functions that enable its instructions.
@@ -109,7 +144,7 @@ macro_rules! table {
     ($simd:ident, $isa:expr, $fused:expr $(, $features:literal, $integer:literal)?) => {
         mod entry {
             use super::$simd;
-            use crate::kernels::{attention, int8, matmul, quantise, rowwise};
+            use crate::kernels::{attention, element, int8, matmul, peak, quantise, rowwise};
 
             $(#[target_feature(enable = $features)])?
             pub(super) unsafe fn matmul(arg: &crate::kernels::Matmul<'_>) {
@@ -121,6 +156,12 @@ macro_rules! table {
             pub(super) unsafe fn matmul_int8(arg: &crate::kernels::Int8Matmul<'_>) {
                 // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
                 unsafe { int8::run::<$simd>(arg) }
+            }
+
+            $(#[target_feature(enable = $integer)])?
+            pub(super) unsafe fn peak(arg: &crate::kernels::Peak) -> f32 {
+                // SAFETY: this CPU has the instructions.
+                unsafe { peak::run::<$simd>(arg) }
             }
 
             $(#[target_feature(enable = $features)])?
@@ -142,6 +183,18 @@ macro_rules! table {
             }
 
             $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn attend_bf16(arg: &crate::kernels::Attend<'_>) {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { attention::run::<$simd, half::bf16>(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn attend_fp8(arg: &crate::kernels::Attend<'_>) {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { attention::run::<$simd, element::E4m3>(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
             pub(super) unsafe fn norm(arg: &crate::kernels::Norm) {
                 // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
                 unsafe { rowwise::norm::<$simd>(arg) }
@@ -154,9 +207,27 @@ macro_rules! table {
             }
 
             $(#[target_feature(enable = $features)])?
-            pub(super) unsafe fn store_half(arg: &crate::kernels::StoreHalf) {
+            pub(super) unsafe fn store_f32(arg: &crate::kernels::StoreRow) -> u8 {
                 // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
-                unsafe { rowwise::store_half::<$simd>(arg) }
+                unsafe { element::store_f32(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn store_f16(arg: &crate::kernels::StoreRow) -> u8 {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { element::store_f16::<$simd>(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn store_bf16(arg: &crate::kernels::StoreRow) -> u8 {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { element::store_bf16(arg) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn store_fp8(arg: &crate::kernels::StoreRow) -> u8 {
+                // SAFETY: the caller keeps the argument's contract, and this CPU has the instructions.
+                unsafe { element::store_e4m3(arg) }
             }
 
             $(#[target_feature(enable = $features)])?
@@ -178,12 +249,18 @@ macro_rules! table {
             fused: $fused,
             matmul: entry::matmul,
             matmul_int8: entry::matmul_int8,
+            peak: entry::peak,
             quantise: entry::quantise,
             attend_f32: entry::attend_f32,
             attend_f16: entry::attend_f16,
+            attend_bf16: entry::attend_bf16,
+            attend_fp8: entry::attend_fp8,
             norm: entry::norm,
             silu_mul: entry::silu_mul,
-            store_half: entry::store_half,
+            store_f32: entry::store_f32,
+            store_f16: entry::store_f16,
+            store_bf16: entry::store_bf16,
+            store_fp8: entry::store_fp8,
             exponentials: entry::exponentials,
             largest: entry::largest,
         };

@@ -54,9 +54,12 @@ macro_rules! pointer_ops {
 impl Simd for Portable {
     type F = V;
     type I = [u32; LANES];
+    type Dots = [u32; LANES];
     const MAX_ROWS: usize = 4;
     const MAX_ACCUMULATORS: usize = 4;
+    const MAX_SQUARE: usize = 4;
     const MAX_QUANT_ROWS: usize = 1;
+    const NIBBLE_DOTS: bool = false;
 
     pointer_ops! {
         fn load(p: *const f32) -> V = p.cast::<V>().read_unaligned();
@@ -67,6 +70,11 @@ impl Simd for Portable {
             p.cast::<[u16; LANES]>().write_unaligned(x.map(|v| f16::from_f32(v).to_bits()));
         fn load_bf16(p: *const u16) -> V =
             p.cast::<[u16; LANES]>().read_unaligned().map(|h| bf16::from_bits(h).to_f32());
+        // Shifted into a half's place, bias 15 instead of 7; the sign's copy below it is cleared.
+        fn load_e4m3(p: *const u8) -> V = p.cast::<[i8; LANES]>().read_unaligned()
+            .map(|x| f16::from_bits((i16::from(x) << 7).cast_unsigned() & 0xbf80).to_f32());
+        fn load_powers(p: *const u8) -> V =
+            p.cast::<[u8; LANES]>().read_unaligned().map(|x| f32::from_bits(u32::from(x) << 23));
         fn load_u32(p: *const u32) -> [u32; LANES] = p.cast::<[u32; LANES]>().read_unaligned();
         fn store_u32(p: *mut u32, x: [u32; LANES]) = p.cast::<[u32; LANES]>().write_unaligned(x);
         fn splat_i32(p: *const u8) -> [u32; LANES] = [p.cast::<u32>().read_unaligned(); LANES];
@@ -103,10 +111,17 @@ impl Simd for Portable {
         fn sum(x: V) -> f32 = tree(x, |a, b| a + b);
         fn largest(x: V) -> f32 = tree(x, |a, b| if a > b { a } else { b });
         fn prefetch_far(_p: *const u8) = ();
+        fn prefetch_near(_p: *const u8) = ();
     }
 
     #[inline(always)]
-    unsafe fn dot<const WIDE: bool>(sum: [u32; LANES], w: [u32; LANES], x: *const u8) -> [u32; LANES] {
+    unsafe fn first_dot(start: [u32; LANES], w: [u32; LANES], x: *const u8) -> [u32; LANES] {
+        // SAFETY: the caller's.
+        unsafe { Self::dot(start, w, x) }
+    }
+
+    #[inline(always)]
+    unsafe fn dot(sum: [u32; LANES], w: [u32; LANES], x: *const u8) -> [u32; LANES] {
         // SAFETY: by the trait's contract `x` covers 4 bytes.
         let x = unsafe { x.cast::<[i8; 4]>().read_unaligned() };
         let product = |w: u32| {
@@ -114,6 +129,11 @@ impl Simd for Portable {
             products.sum::<i32>().cast_unsigned()
         };
         std::array::from_fn(|i| sum[i].wrapping_add(product(w[i])))
+    }
+
+    #[inline(always)]
+    unsafe fn total<const FACTOR: i16>(_start: [u32; LANES], sum: [u32; LANES]) -> [u32; LANES] {
+        sum
     }
 }
 

@@ -43,27 +43,36 @@ pub(crate) struct Quantise {
     pub(crate) out: *mut u8,
 }
 
+/// `x * inverse` as whole numbers. No closure: those are not compiled for the instruction set.
+///
+/// # Safety
+/// The CPU has `S`.
+#[inline(always)]
+unsafe fn rounded<S: Simd>(x: S::F, inverse: f32) -> S::F {
+    // 1.5 * 2^23: adding it rounds to whole numbers.
+    let magic = 12_582_912.0;
+    // SAFETY: the caller's.
+    unsafe {
+        let shifted = S::add(S::mul(x, S::splat(inverse)), S::splat(magic));
+        S::sub(shifted, S::splat(magic))
+    }
+}
+
 /// # Safety
 /// The CPU has `S`; `x` covers `len` floats, `out` as many records.
 #[inline(always)]
 pub(super) unsafe fn quantise<S: Simd>(arg: &Quantise) {
-    // 1.5 * 2^23: adding it rounds to whole numbers.
-    let magic = 12_582_912.0;
     for block in 0..arg.len / QUANT_BLOCK {
         // SAFETY: by contract; a record is 48 bytes.
         unsafe {
             let x = arg.x.add(block * QUANT_BLOCK);
             let (a, b) = (S::load(x), S::load(x.add(LANES)));
             let zero = S::zero();
-            let size = |x| S::max(x, S::sub(zero, x));
-            let largest = S::largest(S::max(size(a), size(b)));
+            let (size_a, size_b) = (S::max(a, S::sub(zero, a)), S::max(b, S::sub(zero, b)));
+            let largest = S::largest(S::max(size_a, size_b));
             let (inverse, scale) =
                 if largest < SMALLEST { (0.0, 0.0) } else { (127.0 / largest, largest / 127.0) };
-            let round = |x| {
-                let shifted = S::add(S::mul(x, S::splat(inverse)), S::splat(magic));
-                S::sub(shifted, S::splat(magic))
-            };
-            let (a, b) = (round(a), round(b));
+            let (a, b) = (rounded::<S>(a, inverse), rounded::<S>(b, inverse));
             // Whole numbers this small add up exactly in any order. A NaN stays one here, whatever the maximum did with it,
             // and with an infinity the inverse is 0 and their product NaN.
             let sum = S::sum(S::add(a, b));

@@ -62,26 +62,6 @@ pub(super) unsafe fn silu_mul<S: Simd>(s: &SiluMul) {
     }
 }
 
-/// Rounds a row to IEEE halves.
-pub(crate) struct StoreHalf {
-    /// Input.
-    pub(crate) x: *const f32,
-    /// Output.
-    pub(crate) out: *mut u16,
-    /// Elements, a multiple of 16.
-    pub(crate) len: usize,
-}
-
-/// # Safety
-/// The CPU has `S`; the pointers cover `len`.
-#[inline(always)]
-pub(super) unsafe fn store_half<S: Simd>(s: &StoreHalf) {
-    for i in (0..s.len).step_by(LANES) {
-        // SAFETY: by contract.
-        unsafe { S::store_f16(s.out.add(i), S::load(s.x.add(i))) }
-    }
-}
-
 /// `out = e^((x - largest) * scale)`; returns the sum.
 pub(crate) struct Exponentials {
     /// Input.

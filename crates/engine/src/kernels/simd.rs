@@ -21,13 +21,19 @@ pub(crate) trait Simd: Copy {
     type F: Copy;
     /// Sixteen u32.
     type I: Copy;
+    /// Sixteen running dot products.
+    type Dots: Copy;
 
     /// Most rows of a matrix product in registers together: 12, 6 or 4.
     const MAX_ROWS: usize;
     /// Vectors that fit in registers as sums, with a few left for operands.
     const MAX_ACCUMULATORS: usize;
-    /// Most rows of an integer matrix product in registers together: 8, 2 or 1.
+    /// The same with as many operands on either side, which leaves less room for sums.
+    const MAX_SQUARE: usize;
+    /// Most rows of an integer matrix product in registers together: 8, 4 or 1.
     const MAX_QUANT_ROWS: usize;
+    /// Whether dot products take no bytes above 15, so that a byte's nibbles are multiplied one after the other.
+    const NIBBLE_DOTS: bool;
 
     unsafe fn zero() -> Self::F;
     unsafe fn splat(x: f32) -> Self::F;
@@ -39,6 +45,10 @@ pub(crate) trait Simd: Copy {
     unsafe fn store_f16(p: *mut u16, x: Self::F);
     /// Widens 16 bfloat16.
     unsafe fn load_bf16(p: *const u16) -> Self::F;
+    /// Widens 16 floats of 4 exponent and 3 mantissa bits (e4m3), as a 256th of their values; NaN's code becomes a number.
+    unsafe fn load_e4m3(p: *const u8) -> Self::F;
+    /// 2^(b - 127) of 16 bytes; 0 for 0, infinity for 255.
+    unsafe fn load_powers(p: *const u8) -> Self::F;
     unsafe fn load_u32(p: *const u32) -> Self::I;
     unsafe fn store_u32(p: *mut u32, x: Self::I);
     /// The lowest byte of each lane as a float in 0..=255.
@@ -57,9 +67,13 @@ pub(crate) trait Simd: Copy {
     unsafe fn zero_i32() -> Self::I;
     /// All lanes the i32 at `p`, which covers 4 bytes.
     unsafe fn splat_i32(p: *const u8) -> Self::I;
-    /// Each lane, as an i32, plus the dot product of its 4 unsigned bytes in `w` with the 4 signed bytes at `x`,
-    /// none of which is -128. Exact; without `WIDE`, bytes of `w` are below 16.
-    unsafe fn dot<const WIDE: bool>(sum: Self::I, w: Self::I, x: *const u8) -> Self::I;
+    /// As [`Self::dot`], beginning at `start`, which has 32-bit lanes.
+    unsafe fn first_dot(start: Self::I, w: Self::I, x: *const u8) -> Self::Dots;
+    /// To each lane the dot product of its 4 unsigned bytes in `w`, with [`Self::NIBBLE_DOTS`] below 16, and the 4 signed bytes
+    /// at `x`, none of which is -128. Exact for 7 of them after [`Self::first_dot`].
+    unsafe fn dot(sum: Self::Dots, w: Self::I, x: *const u8) -> Self::Dots;
+    /// `start`, as it was given to [`Self::first_dot`], plus `FACTOR` times the dot products; without [`Self::NIBBLE_DOTS`] `FACTOR` is 1.
+    unsafe fn total<const FACTOR: i16>(start: Self::I, sum: Self::Dots) -> Self::I;
     /// Each lane, an i32 of magnitude below 2^24, as a float.
     unsafe fn to_float(x: Self::I) -> Self::F;
     /// Whole numbers in -127..=127 as bytes; of each eight, those of even index come before those of odd index.
@@ -87,6 +101,8 @@ pub(crate) trait Simd: Copy {
     unsafe fn largest(x: Self::F) -> f32;
     /// Asks for the cache line at `p`, into the second cache; any address is allowed.
     unsafe fn prefetch_far(p: *const u8);
+    /// Asks for the cache line at `p`, into the first cache; any address is allowed.
+    unsafe fn prefetch_near(p: *const u8);
 
     /// e^x by the polynomial of Cephes' `expf` (relative error about 2e-7); 0 below -86.5, NaN for NaN.
     #[inline(always)]

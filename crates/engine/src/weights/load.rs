@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use baton_model::{ModelConfig, Tensor, WeightType};
 
-use super::{Packed, TILE_COLUMNS};
+use super::quantise::{kept_as, write_quantised};
+use super::{Packed, TILE_COLUMNS, TileShape};
+use crate::config::Quantize;
 use crate::error::EngineBuildError;
 use crate::region::Region;
 use crate::source::WeightSource;
@@ -49,31 +51,58 @@ pub(crate) struct ModelWeights {
     output: Option<Packed>,
     pub(crate) output_norm: Vec<f32>,
     pub(crate) layers: Vec<LayerWeights>,
+}
+
+/// What packing a model's matrices will take and give.
+pub(crate) struct WeightPlan {
+    /// Bytes of all packed matrices.
+    pub(crate) num_bytes: usize,
     kinds: Vec<WeightType>,
 }
 
-impl ModelWeights {
-    /// Bytes that the packed matrices take.
+impl WeightPlan {
+    /// Looks at every matrix's shape and type, and at no element.
     ///
     /// # Errors
-    /// As [`Self::load`], for a tensor that does not fit the configuration.
-    pub(crate) fn bytes_needed(source: &dyn WeightSource) -> Result<usize, EngineBuildError> {
-        let mut total = 0;
+    /// A tensor is missing, has another shape than the configuration calls for, or can't be quantised as asked.
+    pub(crate) fn new(source: &dyn WeightSource, quantize: Quantize) -> Result<WeightPlan, EngineBuildError> {
+        let mut plan = WeightPlan { num_bytes: 0, kinds: Vec::new() };
         for (name, rows, cols) in matrices(source.config()) {
-            let tensor = checked(source, &name, rows, cols)?;
-            total += Packed::bytes_needed(tensor.kind, rows, cols).next_multiple_of(ALIGN);
+            let kind = kept_as(&checked(source, &name, rows, cols)?, quantize)?;
+            plan.num_bytes += Packed::bytes_needed(kind, rows, cols).next_multiple_of(ALIGN);
+            if !plan.kinds.contains(&kind) {
+                plan.kinds.push(kind);
+            }
         }
-        Ok(total)
+        Ok(plan)
     }
 
-    /// Reads and packs everything.
+    /// Whether some matrix is kept in blocks of small integers.
+    pub(crate) fn any_quantised(&self) -> bool {
+        self.kinds.iter().any(|kind| kind.block_elements() > 1)
+    }
+
+    /// How matrices are kept, as one name: `q4_1+q8_0`.
+    pub(crate) fn format_name(&self) -> String {
+        let mut names: Vec<_> = self.kinds.iter().map(|kind| kind.to_string().to_lowercase()).collect();
+        names.sort();
+        names.join("+")
+    }
+}
+
+impl ModelWeights {
+    /// Reads and packs everything that `plan` was made from.
     ///
     /// # Errors
-    /// A tensor is missing or has another shape than the configuration calls for, or there is no memory.
-    pub(crate) fn load(source: &dyn WeightSource) -> Result<ModelWeights, EngineBuildError> {
-        let needed = Self::bytes_needed(source)?;
+    /// As [`WeightPlan::new`]; there is no memory, or an element can't be quantised.
+    pub(crate) fn load(
+        source: &dyn WeightSource,
+        quantize: Quantize,
+        plan: &WeightPlan,
+    ) -> Result<ModelWeights, EngineBuildError> {
+        let needed = plan.num_bytes;
         let region = Region::new(needed).map_err(EngineBuildError::out_of_memory("the weights", needed))?;
-        let mut loader = Loader { source, region: Arc::new(region), offset: 0, kinds: Vec::new() };
+        let mut loader = Loader { source, quantize, region: Arc::new(region), offset: 0 };
         let c = source.config();
         let embedding = loader.matrix("token_embd.weight", c.vocab, c.hidden)?;
         let output = match c.tied_embedding {
@@ -82,25 +111,12 @@ impl ModelWeights {
         };
         let output_norm = loader.vector("output_norm.weight", c.hidden)?;
         let layers = (0..c.num_layers).map(|n| loader.layer(n)).collect::<Result<_, _>>()?;
-        Ok(ModelWeights { embedding, output, output_norm, layers, kinds: loader.kinds })
+        Ok(ModelWeights { embedding, output, output_norm, layers })
     }
 
     /// The matrix that gives logits.
     pub(crate) fn output(&self) -> &Packed {
         self.output.as_ref().unwrap_or(&self.embedding)
-    }
-
-    /// Whether some matrix is stored in blocks of small integers.
-    pub(crate) fn any_quantised(&self) -> bool {
-        self.kinds.iter().any(|kind| kind.block_elements() > 1)
-    }
-
-    /// Storage of all matrices, as one name: `q4_1+q8_0`.
-    pub(crate) fn format_name(&self) -> String {
-        let mut names: Vec<_> = self.kinds.iter().map(|kind| kind.to_string().to_lowercase()).collect();
-        names.sort();
-        names.dedup();
-        names.join("+")
     }
 }
 
@@ -148,24 +164,27 @@ fn checked<'a>(
 
 struct Loader<'a> {
     source: &'a dyn WeightSource,
+    quantize: Quantize,
     region: Arc<Region>,
     offset: usize,
-    kinds: Vec<WeightType>,
 }
 
 impl Loader<'_> {
     fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Packed, EngineBuildError> {
         let tensor = checked(self.source, name, rows, cols)?;
-        let len = Packed::bytes_needed(tensor.kind, rows, cols);
+        let shape = TileShape { kind: kept_as(&tensor, self.quantize)?, cols };
+        let len = Packed::bytes_needed(shape.kind, rows, cols);
         if self.offset + len > self.region.len() {
             return Err(EngineBuildError::tensor(name, "its type changed while it was read"));
         }
         // SAFETY: the range was just checked, each matrix gets its own, and nothing reads it before it is packed.
         let out = unsafe { std::slice::from_raw_parts_mut(self.region.base().add(self.offset), len) };
-        Packed::write_tiles(&tensor, out);
-        let packed = Packed::in_region(&tensor, Arc::clone(&self.region), self.offset);
+        match shape.kind == tensor.kind {
+            true => Packed::write_tiles(&tensor, out),
+            false => write_quantised(&tensor, out)?,
+        }
+        let packed = Packed::in_region(shape, rows, Arc::clone(&self.region), self.offset);
         self.offset += len.next_multiple_of(ALIGN);
-        self.kinds.push(tensor.kind);
         Ok(packed)
     }
 

@@ -2,12 +2,13 @@
 
 mod load;
 mod pack;
+mod quantise;
 
 use std::sync::Arc;
 
 use baton_model::WeightType;
 
-pub(crate) use load::{LayerWeights, Linear, ModelWeights};
+pub(crate) use load::{LayerWeights, Linear, ModelWeights, WeightPlan};
 
 use crate::region::Region;
 

@@ -13,22 +13,20 @@ impl Packed {
     /// size that its shape calls for.
     pub(super) fn write_tiles(tensor: &Tensor<'_>, out: &mut [u8]) {
         let shape = TileShape { kind: tensor.kind, cols: tensor.cols };
-        let block_bytes = tensor.kind.block_bytes();
-        let blocks_per_row = tensor.cols / shape.k_unit();
-        for (row, data) in tensor.data.chunks_exact(blocks_per_row * block_bytes).enumerate() {
-            let tile = &mut out[row / TILE_COLUMNS * shape.bytes()..][..shape.bytes()];
-            let lane = row % TILE_COLUMNS;
-            for (block, unit) in data.chunks_exact(block_bytes).zip(tile.chunks_exact_mut(shape.bytes_of_k()))
-            {
-                write_unit(tensor.kind, block, unit, lane);
-            }
+        let row_bytes = tensor.cols / shape.k_unit() * tensor.kind.block_bytes();
+        for (row, blocks) in tensor.data.chunks_exact(row_bytes).enumerate() {
+            write_row(shape, row, blocks, out);
         }
     }
 
-    /// A matrix whose tiles stand in `region` from `offset`.
-    pub(super) const fn in_region(tensor: &Tensor<'_>, region: Arc<Region>, offset: usize) -> Packed {
-        let shape = TileShape { kind: tensor.kind, cols: tensor.cols };
-        Packed { shape, rows: tensor.rows, cols: tensor.cols, region, offset }
+    /// A matrix of `rows` rows whose tiles stand in `region` from `offset`.
+    pub(super) const fn in_region(
+        shape: TileShape,
+        rows: usize,
+        region: Arc<Region>,
+        offset: usize,
+    ) -> Packed {
+        Packed { shape, rows, cols: shape.cols, region, offset }
     }
 
     /// One row as f32, as the kernels see it. `out` has `cols` elements; `row` is below `rows`.
@@ -38,6 +36,15 @@ impl Packed {
         for (unit, out) in units.zip(out.chunks_exact_mut(self.shape.k_unit())) {
             read_unit(self.shape.kind, unit, out, lane);
         }
+    }
+}
+
+/// Writes one row, given as GGML's blocks, to its place among the tiles in `out`.
+pub(super) fn write_row(shape: TileShape, row: usize, blocks: &[u8], out: &mut [u8]) {
+    let tile = &mut out[row / TILE_COLUMNS * shape.bytes()..][..shape.bytes()];
+    let units = tile.chunks_exact_mut(shape.bytes_of_k());
+    for (block, unit) in blocks.chunks_exact(shape.kind.block_bytes()).zip(units) {
+        write_unit(shape.kind, block, unit, row % TILE_COLUMNS);
     }
 }
 
@@ -146,7 +153,7 @@ impl Packed {
         let region = Arc::new(Region::new(len).unwrap());
         // SAFETY: nobody else has the region yet.
         Packed::write_tiles(tensor, unsafe { std::slice::from_raw_parts_mut(region.base(), len) });
-        Packed::in_region(tensor, region, 0)
+        Packed::in_region(TileShape { kind: tensor.kind, cols: tensor.cols }, tensor.rows, region, 0)
     }
 }
 

@@ -1,6 +1,7 @@
 //! What the engine's integration tests share: models, and sequences with hand-made plans.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
+pub mod divergence;
 pub mod naive;
 pub mod random_model;
 

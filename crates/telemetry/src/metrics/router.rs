@@ -6,8 +6,10 @@ use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
-use super::gauges::{Sample, ScrapedGauge, SourceSlot};
-use super::{Counter, Gauge, Histogram, LateMessages};
+use super::gauges::{Sample, Scraped, SourceSlot};
+use super::spans::SpanMetrics;
+use super::{Counter, Gauge, LateMessages, Seconds, TracedHistogram};
+use crate::trace::Tracing;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct RequestLabels {
@@ -19,6 +21,12 @@ struct RequestLabels {
 struct PlacementLabels {
     mode: &'static str,
     reason: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct SloLabels {
+    slo: &'static str,
+    outcome: &'static str,
 }
 
 /// Workers of one role in one state, as the router sees them.
@@ -40,6 +48,8 @@ pub struct RouterMetrics {
     open_breakers: SourceSlot,
     requests: Family<RequestLabels, Counter>,
     placements: Family<PlacementLabels, Counter>,
+    slo: Family<SloLabels, Counter>,
+    spans: SpanMetrics,
     /// Requests accepted and not yet ended.
     pub num_requests_in_flight: Gauge,
     /// Requests computed wholly on a decode worker although the cluster is disaggregated.
@@ -52,16 +62,24 @@ pub struct RouterMetrics {
     pub redirects: Counter,
     /// Requests of which at least one sequence was preempted.
     pub preempted_requests: Counter,
+    /// Modelled seconds that running sequences would have been blocked by prompts in a colocated cluster.
+    pub hol_avoided: Seconds,
+    /// Traces that workers were asked to keep although they were not sampled.
+    pub kept_traces: Counter,
+    /// Traces that a worker could not be asked to keep.
+    pub kept_traces_failed: Counter,
     /// Messages that no request had a use for.
     pub late_messages: LateMessages,
+    /// Seconds that requests waited at the door for their first placement.
+    pub queue: TracedHistogram,
     /// Seconds from the request's arrival to its first token.
-    pub ttft: Histogram,
+    pub ttft: TracedHistogram,
     /// Seconds between consecutive tokens of a request.
-    pub itl: Histogram,
+    pub itl: TracedHistogram,
     /// Seconds per output token after the first, one observation per request.
-    pub tpot: Histogram,
+    pub tpot: TracedHistogram,
     /// Seconds from the request's arrival to its end.
-    pub e2e: Histogram,
+    pub e2e: TracedHistogram,
 }
 
 impl RouterMetrics {
@@ -69,16 +87,23 @@ impl RouterMetrics {
     pub fn new() -> Self {
         let mut registry = Registry::default();
         let mut gauge = |name, help| {
-            let (collector, slot) = ScrapedGauge::new(name, help);
+            let (collector, slot) = Scraped::gauge(name, help);
             registry.register_collector(Box::new(collector));
             slot
         };
         let workers = gauge("baton_workers", "Workers by role and state, as this router sees them.");
         let open_breakers =
             gauge("baton_open_breakers", "Workers that get no requests because they kept failing them.");
+        let spans = SpanMetrics::register(&mut registry);
         let mut metrics = Self {
             registry: Arc::default(),
             workers,
+            spans,
+            slo: Family::default(),
+            hol_avoided: Seconds::default(),
+            kept_traces: Counter::default(),
+            kept_traces_failed: Counter::default(),
+            queue: super::latency(),
             open_breakers,
             requests: Family::default(),
             placements: Family::default(),
@@ -106,6 +131,11 @@ impl RouterMetrics {
         registry.register("baton_num_requests_in_flight", "Requests accepted and not yet ended", in_flight);
         let placements = self.placements.clone();
         registry.register("baton_placements", "Placements of attempts, by mode and reason", placements);
+        let help = "Requests with a latency objective, by objective and whether they met it";
+        registry.register("baton_slo", help, self.slo.clone());
+        let help =
+            "Modelled time that running sequences would have been blocked by prompts in a colocated cluster";
+        registry.register("baton_hol_avoided_seconds", help, self.hol_avoided.clone());
         let counters = [
             (
                 "baton_local_fallbacks",
@@ -124,19 +154,30 @@ impl RouterMetrics {
                 "Requests of which at least one sequence was preempted",
                 &self.preempted_requests,
             ),
+            (
+                "baton_kept_traces",
+                "Traces that workers were asked to keep although they were not sampled",
+                &self.kept_traces,
+            ),
+            (
+                "baton_kept_traces_failed",
+                "Traces that a worker could not be asked to keep",
+                &self.kept_traces_failed,
+            ),
         ];
         for (name, help, counter) in counters {
             registry.register(name, help, counter.clone());
         }
         self.late_messages.register(registry);
         let histograms = [
+            ("baton_queue_seconds", "Time that requests waited at the door", &self.queue),
             ("baton_ttft_seconds", "Time to first token", &self.ttft),
             ("baton_itl_seconds", "Time between consecutive tokens", &self.itl),
             ("baton_tpot_seconds", "Mean time per output token after the first, per request", &self.tpot),
             ("baton_e2e_seconds", "Duration of whole requests", &self.e2e),
         ];
         for (name, help, histogram) in histograms {
-            registry.register(name, help, histogram.clone());
+            registry.register(name, help, histogram.metric());
         }
     }
 
@@ -161,6 +202,16 @@ impl RouterMetrics {
         self.placements.get_or_create(&PlacementLabels { mode, reason }).get()
     }
 
+    /// Counts a request with a latency objective (`ttft` or `itl`): `met` or `missed`.
+    pub fn slo(&self, slo: &'static str, outcome: &'static str) {
+        self.slo.get_or_create(&SloLabels { slo, outcome }).inc();
+    }
+
+    /// Shows what became of this process's spans, if it traces.
+    pub fn read_spans(&self, tracing: &Tracing) {
+        self.spans.read(tracing);
+    }
+
     /// Workers are read through `counts` at each scrape; it must not block.
     pub fn read_workers(&self, counts: impl Fn() -> Vec<WorkerCount> + Send + Sync + 'static) {
         self.workers.set(move || {
@@ -182,6 +233,11 @@ impl RouterMetrics {
     pub fn encode(&self) -> String {
         super::encode(&self.registry)
     }
+
+    /// Everything for a client with this `Accept` header: the content type, and text in the format that it reads.
+    pub fn encode_for(&self, accept: Option<&str>) -> (&'static str, String) {
+        super::encode_for(&self.registry, accept)
+    }
 }
 
 impl Default for RouterMetrics {
@@ -202,7 +258,11 @@ mod tests {
         metrics.local_fallbacks.inc();
         metrics.resumes.inc();
         metrics.placed("disaggregated", "cost");
-        metrics.ttft.observe(0.1);
+        let trace = crate::trace::TraceContext { trace_id: [0xab; 16], span_id: [1; 8], sampled: true };
+        metrics.ttft.observe_traced(0.1, &trace);
+        metrics.slo("ttft", "missed");
+        metrics.hol_avoided.inc_by(0.25);
+        metrics.read_spans(&Tracing::collecting(crate::trace::Sampler::default()).0);
         metrics.read_workers(|| vec![WorkerCount { role: "decode", state: "ready", num: 2 }]);
         metrics.read_open_breakers(|| vec![("decode", 1)]);
         metrics.late_messages.add("router", 3);
@@ -216,6 +276,15 @@ mod tests {
             "baton_redirects_total 0",
             "baton_preempted_requests_total 0",
             "baton_placements_total{mode=\"disaggregated\",reason=\"cost\"} 1",
+            "baton_slo_total{slo=\"ttft\",outcome=\"missed\"} 1",
+            "baton_hol_avoided_seconds_total 0.25",
+            "baton_kept_traces_total 0",
+            "baton_kept_traces_failed_total 0",
+            "baton_spans_exported_total 0",
+            "baton_span_exports_failed_total 0",
+            "baton_spans_dropped_total{reason=\"queue_full\"} 0",
+            "baton_spans_dropped_total{reason=\"not_kept\"} 0",
+            "baton_queue_seconds_count 0",
             "baton_ttft_seconds_count 1",
             "baton_itl_seconds_count 0",
             "baton_tpot_seconds_count 0",
@@ -227,5 +296,7 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is missing in\n{text}");
         }
+        let exemplar = format!("# {{trace_id=\"{}\"}} 0.1", "ab".repeat(16));
+        assert!(text.lines().any(|line| line.contains(&exemplar)), "{exemplar} is missing in\n{text}");
     }
 }

@@ -6,8 +6,14 @@ use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
-use super::gauges::{Sample, ScrapedGauge, SourceSlot};
-use super::{Counter, Histogram, LateMessages};
+use super::gauges::{Sample, Scraped, SourceSlot};
+use super::spans::SpanMetrics;
+use super::{Counter, LateMessages, Seconds, TracedHistogram};
+use crate::trace::Tracing;
+
+const VLLM_RUNNING: &str = "vllm:num_requests_running";
+const VLLM_WAITING: &str = "vllm:num_requests_waiting";
+const VLLM_KV_USAGE: &str = "vllm:kv_cache_usage_perc";
 
 /// Blocks of the pool by state; `free + cached + held + draining = total` always.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,6 +45,22 @@ pub struct StageGauges {
     pub running: u64,
 }
 
+/// What is also shown under the names that vLLM gives it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct VllmGauges {
+    /// Sequences that are computed.
+    pub running: u64,
+    /// Sequences that wait.
+    pub waiting: u64,
+    /// Share of the blocks in use, 0 to 1.
+    pub kv_usage: f64,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Cause {
+    cause: &'static str,
+}
+
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Outcome {
     outcome: &'static str,
@@ -51,7 +73,13 @@ pub struct WorkerMetrics {
     blocks: SourceSlot,
     blocks_configured: SourceSlot,
     requests: SourceSlot,
+    vllm_running: SourceSlot,
+    vllm_waiting: SourceSlot,
+    vllm_kv_usage: SourceSlot,
+    spans: SpanMetrics,
     handoffs: Family<Outcome, Counter>,
+    stalls: Family<Cause, Counter>,
+    blocked: Family<Cause, Seconds>,
     /// Prompt tokens run through the model here.
     pub prompt_tokens_computed: Counter,
     /// Leading prompt tokens found in the prefix cache: not computed on a prefill worker or by a local run, not transferred to a
@@ -77,12 +105,18 @@ pub struct WorkerMetrics {
     pub kv_frames_resent: Counter,
     /// Messages and KV frames that no handoff had a use for.
     pub late_messages: LateMessages,
+    /// Modelled seconds that sequences that ran here would have been blocked by prompts that others computed.
+    pub hol_avoided: Seconds,
+    /// Seconds from a prompt's acceptance to its first step.
+    pub queue: TracedHistogram,
     /// Seconds of one engine step.
-    pub step_duration: Histogram,
+    pub step_duration: TracedHistogram,
     /// Seconds of transfer that a client waited for.
-    pub kv_exposed: Histogram,
+    pub kv_exposed: TracedHistogram,
+    /// Seconds of transfer that went by while the prompt was still computed.
+    pub kv_hidden: TracedHistogram,
     /// Seconds of whole transfers.
-    pub kv_transfer: Histogram,
+    pub kv_transfer: TracedHistogram,
 }
 
 impl WorkerMetrics {
@@ -90,7 +124,7 @@ impl WorkerMetrics {
     pub fn new() -> Self {
         let mut registry = Registry::default();
         let mut gauge = |name, help| {
-            let (collector, slot) = ScrapedGauge::new(name, help);
+            let (collector, slot) = Scraped::gauge(name, help);
             registry.register_collector(Box::new(collector));
             slot
         };
@@ -98,8 +132,17 @@ impl WorkerMetrics {
             blocks: gauge("baton_blocks", "Blocks of the KV pool by state."),
             blocks_configured: gauge("baton_blocks_total_configured", "Blocks of the KV pool."),
             requests: gauge("baton_num_requests", "Sequences by stage."),
+            vllm_running: gauge(VLLM_RUNNING, "Sequences that are computed."),
+            vllm_waiting: gauge(VLLM_WAITING, "Sequences that wait."),
+            vllm_kv_usage: gauge(VLLM_KV_USAGE, "Share of the KV blocks in use; 1 is all."),
+            spans: SpanMetrics::register(&mut registry),
             registry: Arc::default(),
             handoffs: Family::default(),
+            stalls: Family::default(),
+            blocked: Family::default(),
+            hol_avoided: Seconds::default(),
+            queue: super::latency(),
+            kv_hidden: super::fine(),
             prompt_tokens_computed: Counter::default(),
             prefix_hit_tokens: Counter::default(),
             generated_tokens: Counter::default(),
@@ -141,13 +184,22 @@ impl WorkerMetrics {
         }
         self.late_messages.register(registry);
         registry.register("baton_handoffs", "Handoffs that ended, by outcome", self.handoffs.clone());
+        let help = "Gaps between tokens of running sequences that decoding alone does not explain, by cause";
+        registry.register("baton_decode_stalls", help, self.stalls.clone());
+        let help = "Time by which steps with prompts were longer than without, summed over running sequences";
+        registry.register("baton_decode_blocked_seconds", help, self.blocked.clone());
+        let help =
+            "Modelled time that running sequences would have been blocked by prompts that others computed";
+        registry.register("baton_hol_avoided_seconds", help, self.hol_avoided.clone());
         let histograms = [
+            ("baton_queue_seconds", "Time from a prompt's acceptance to its first step", &self.queue),
+            ("baton_kv_hidden_seconds", "Transfer time while the prompt was still computed", &self.kv_hidden),
             ("baton_step_duration_seconds", "Duration of one engine step", &self.step_duration),
             ("baton_kv_exposed_seconds", "Transfer time that a client waited for", &self.kv_exposed),
             ("baton_kv_transfer_seconds", "Duration of whole KV transfers", &self.kv_transfer),
         ];
         for (name, help, histogram) in histograms {
-            registry.register(name, help, histogram.clone());
+            registry.register(name, help, histogram.metric());
         }
     }
 
@@ -159,6 +211,39 @@ impl WorkerMetrics {
     /// How many handoffs ended with this outcome.
     pub fn num_handoffs(&self, outcome: &'static str) -> u64 {
         self.handoffs.get_or_create(&Outcome { outcome }).get()
+    }
+
+    /// Counts a stall by its cause.
+    pub fn stalled(&self, cause: &'static str) {
+        self.stalls.get_or_create(&Cause { cause }).inc();
+    }
+
+    /// How many stalls had this cause.
+    pub fn num_stalls(&self, cause: &'static str) -> u64 {
+        self.stalls.get_or_create(&Cause { cause }).get()
+    }
+
+    /// Adds seconds for which running sequences were blocked, summed over them.
+    pub fn blocked(&self, cause: &'static str, seconds: f64) {
+        self.blocked.get_or_create(&Cause { cause }).inc_by(seconds);
+    }
+
+    /// Seconds blocked by a cause so far.
+    pub fn blocked_seconds(&self, cause: &'static str) -> f64 {
+        self.blocked.get_or_create(&Cause { cause }).get()
+    }
+
+    /// Shows what became of this process's spans, if it traces.
+    pub fn read_spans(&self, tracing: &Tracing) {
+        self.spans.read(tracing);
+    }
+
+    /// Also shows some gauges under vLLM's names, read through `gauges` at each scrape; it must not block.
+    pub fn read_vllm(&self, gauges: impl Fn() -> VllmGauges + Clone + Send + Sync + 'static) {
+        let (running, waiting) = (gauges.clone(), gauges.clone());
+        self.vllm_running.set(move || vec![Sample::new(Vec::new(), running().running)]);
+        self.vllm_waiting.set(move || vec![Sample::new(Vec::new(), waiting().waiting)]);
+        self.vllm_kv_usage.set(move || vec![Sample::real(gauges().kv_usage)]);
     }
 
     /// Blocks are read through `counts` at each scrape; it must not block.
@@ -198,6 +283,11 @@ impl WorkerMetrics {
     pub fn encode(&self) -> String {
         super::encode(&self.registry)
     }
+
+    /// Everything for a client with this `Accept` header: the content type, and text in the format that it reads.
+    pub fn encode_for(&self, accept: Option<&str>) -> (&'static str, String) {
+        super::encode_for(&self.registry, accept)
+    }
 }
 
 impl Default for WorkerMetrics {
@@ -219,8 +309,21 @@ mod tests {
         metrics.step_duration.observe(0.012);
         metrics.read_blocks(|| BlockCounts { free: 4, cached: 3, held: 2, draining: 1, total: 10 });
         metrics.read_requests(|| StageGauges { running: 3, ..StageGauges::default() });
+        metrics.stalled("local_prefill");
+        metrics.blocked("local_prefill", 0.5);
+        metrics.hol_avoided.inc_by(1.5);
+        assert!(!metrics.encode().contains("vllm:"));
+        metrics.read_vllm(|| VllmGauges { running: 2, waiting: 1, kv_usage: 0.25 });
         let text = metrics.encode();
         for line in [
+            "baton_decode_stalls_total{cause=\"local_prefill\"} 1",
+            "baton_decode_blocked_seconds_total{cause=\"local_prefill\"} 0.5",
+            "baton_hol_avoided_seconds_total 1.5",
+            "baton_queue_seconds_count 0",
+            "baton_kv_hidden_seconds_count 0",
+            "vllm:num_requests_running 2",
+            "vllm:num_requests_waiting 1",
+            "vllm:kv_cache_usage_perc 0.25",
             "baton_blocks{state=\"free\"} 4",
             "baton_blocks{state=\"cached\"} 3",
             "baton_blocks{state=\"held\"} 2",

@@ -167,6 +167,7 @@ impl Origin {
             progress: self.progress.clone(),
             channel: bulk.into(),
             first_credit,
+            trace: None,
         }
     }
 

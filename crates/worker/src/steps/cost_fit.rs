@@ -4,14 +4,17 @@ use std::array;
 
 use baton_scheduler::{StepCost, StepPlan};
 
+use super::rates::DecayingRatio;
+
 /// What a step still weighs after one more: about the last hundred count.
 const KEEP: f64 = 0.99;
 
 /// Steps before the first answer, and between two.
 const EVERY: u32 = 16;
 
-/// Weight of "no cost at all", beside the steps seen: decides where they do not tell apart what costs.
-const RIDGE: f64 = 1e-6;
+/// Weight of "no cost at all", beside the steps seen: decides where they do not tell apart what costs. A step's own cost weighs most: of
+/// chunks that are all of one length, the time is their tokens'.
+const RIDGE: Features = [1e-3, 1e-6, 1e-6];
 
 /// 1, new tokens, context: see [`StepCost`].
 type Features = [f64; 3];
@@ -23,12 +26,23 @@ pub(super) struct CostFit {
     products: [Features; 3],
     seconds: Features,
     num_steps: u32,
+    /// The last answer, and how far it was off since.
+    last: Option<StepCost>,
+    off: DecayingRatio,
 }
 
 impl CostFit {
     /// A step was computed to its end. Every [`EVERY`] steps says what was learnt.
     pub(super) fn observe(&mut self, plan: &StepPlan, seconds: f64) -> Option<StepCost> {
         let features = features(plan);
+        if let Some(last) = self.last
+            && seconds > 0.0
+        {
+            let [one, tokens, context] = features;
+            let expected =
+                last.fixed_s * one + last.per_token_s * tokens + last.per_context_token_s * context;
+            self.off.add((expected - seconds).abs() / seconds, 1.0);
+        }
         for (row, one) in features.iter().enumerate() {
             for (column, other) in features.iter().enumerate() {
                 let sum = &mut self.products[row][column];
@@ -37,7 +51,16 @@ impl CostFit {
             self.seconds[row] = KEEP * self.seconds[row] + one * seconds;
         }
         self.num_steps = self.num_steps.wrapping_add(1);
-        self.num_steps.is_multiple_of(EVERY).then(|| self.fit())
+        if !self.num_steps.is_multiple_of(EVERY) {
+            return None;
+        }
+        self.last = Some(self.fit());
+        self.last
+    }
+
+    /// Mean of |expected - measured| / measured over recent steps; 0 before any was expected.
+    pub(super) fn residual(&self) -> f64 {
+        self.off.get()
     }
 
     /// No part of a cost is below zero: a part that would be is left out, and the others are fitted without it.
@@ -62,7 +85,7 @@ impl CostFit {
         let is_used = |at: usize| used[at] && self.products[at][at] > 0.0;
         let cell = |row: usize, column: usize| match (is_used(row) && is_used(column), row == column) {
             (true, false) => self.products[row][column],
-            (true, true) => self.products[row][row] * (1.0 + RIDGE),
+            (true, true) => self.products[row][row] * (1.0 + RIDGE[row]),
             (false, diagonal) => f64::from(u8::from(diagonal)),
         };
         let mut a: [Features; 3] = array::from_fn(|row| array::from_fn(|column| cell(row, column)));
@@ -135,6 +158,33 @@ mod tests {
         let slow = StepCost { per_token_s: 2.0 * TRUTH.per_token_s, ..TRUTH };
         let cost = run(&slow, 800);
         assert!(near(cost.per_token_s, slow.per_token_s), "{cost:?}");
+    }
+
+    #[test]
+    fn of_chunks_that_are_all_of_one_length_the_time_is_their_tokens() {
+        let mut fit = CostFit::default();
+        let chunks: Vec<StepPlan> = (0..4).map(|nth| plan(&[(nth * 512, 512)])).collect();
+        let steps = (0..64).map(|n| &chunks[n % 4]);
+        let cost = steps.filter_map(|chunk| fit.observe(chunk, seconds(chunk, &TRUTH))).last().unwrap();
+        assert!((cost.per_token_s / TRUTH.per_token_s - 1.0).abs() < 0.02, "{cost:?}");
+        assert!((cost.per_context_token_s / TRUTH.per_context_token_s - 1.0).abs() < 0.02, "{cost:?}");
+    }
+
+    #[test]
+    fn the_residual_is_the_mean_of_what_the_fit_was_off() {
+        let mut fit = CostFit::default();
+        let same = plan(&[(100, 1), (300, 1)]);
+        for _ in 0..EVERY {
+            fit.observe(&same, 0.01);
+        }
+        assert_eq!(fit.residual(), 0.0, "nothing was expected yet");
+        fit.observe(&same, 0.01);
+        assert!(fit.residual() < 0.02, "{}", fit.residual());
+        // A tenth off at every second step.
+        for n in 0..400 {
+            fit.observe(&same, if n % 2 == 0 { 0.009 } else { 0.011 });
+        }
+        assert!((fit.residual() - 0.1).abs() < 0.02, "{}", fit.residual());
     }
 
     #[test]

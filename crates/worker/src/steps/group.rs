@@ -1,6 +1,6 @@
 //! The loop's ends of live sequences, by id. The sequences of a group share everything but their number.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -8,9 +8,13 @@ use std::sync::atomic::Ordering;
 
 use baton_handoff::Cause;
 use baton_scheduler::{NewSequence, Origin, SequenceId, Time};
+use baton_telemetry::metrics::WorkerMetrics;
 use tokio::sync::mpsc;
 
+use super::ledger::AvoidedStall;
 use super::message::{LayerSink, Live, Slot, Stamped, nth_id};
+use super::stall::{Owner, Stall, StallWatch};
+use super::stats::RunBoard;
 
 /// What the sequences of one submission share. It is gone when the last of them is over, and with it the channel of events: so
 /// their reader hears the end.
@@ -18,14 +22,26 @@ pub(super) struct Group {
     pub(super) slot: Arc<Slot>,
     pub(super) events: mpsc::Sender<Stamped>,
     pub(super) sink: Option<Arc<dyn LayerSink>>,
+    /// Whose it is.
+    pub(super) owner: Owner,
     /// Id of the first sequence, which stands for all of them until the fork.
     pub(super) head: SequenceId,
     /// Its prompt is computed for another worker.
     pub(super) is_prefill: bool,
+    /// Its KV comes from another worker.
+    is_remote: bool,
+    /// It was generated in part before: its prompt is computed again.
+    pub(super) is_resume: bool,
     /// When the first step with it began.
     pub(super) first_step: Cell<Option<Time>>,
     /// It runs: its sequences are apart.
     pub(super) started: Cell<bool>,
+    /// When it began to.
+    started_at: Cell<Time>,
+    /// Who ran when its prompt was done, computed elsewhere.
+    victims: RefCell<Vec<SequenceId>>,
+    /// What they were spared.
+    pub(super) avoided: Cell<Option<AvoidedStall>>,
     /// The first sequence was stopped while it still stood for others.
     pub(super) head_stopped: Cell<bool>,
     /// Sequences that are not over.
@@ -37,6 +53,12 @@ pub(super) struct Member {
     pub(super) group: Rc<Group>,
     /// Its number within the request.
     pub(super) sequence: u32,
+    /// Where its run is counted; on a prefill worker nowhere.
+    board: Option<Arc<RunBoard>>,
+    /// When its last token came from here.
+    last_token: Cell<Option<Time>>,
+    /// It gave up its blocks and is to be computed again.
+    pub(super) preempted: Cell<bool>,
 }
 
 /// The ids and numbers of a submission's sequences: both count on from those of the first.
@@ -44,7 +66,8 @@ pub(super) struct NewIds {
     head: SequenceId,
     first_sequence: u32,
     num: u32,
-    is_prefill: bool,
+    origin: Origin,
+    is_resume: bool,
 }
 
 impl NewIds {
@@ -53,7 +76,8 @@ impl NewIds {
             head: new.id,
             first_sequence: new.sequence,
             num: 1 + new.siblings.len() as u32,
-            is_prefill: new.origin == Origin::Prefill,
+            origin: new.origin,
+            is_resume: new.preempted || new.num_generated > 0,
         }
     }
 }
@@ -67,20 +91,33 @@ pub(super) struct Members {
 impl Members {
     /// Takes in a group that was accepted.
     pub(super) fn insert(&mut self, new: NewIds, live: Live) {
-        let (NewIds { head, first_sequence, num, is_prefill }, Live { slot, events, sink }) = (new, live);
+        let NewIds { head, first_sequence, num, origin, is_resume } = new;
+        let Live { slot, events, sink, owner, boards } = live;
         let group = Rc::new(Group {
             slot,
             events,
             sink,
+            owner,
             head,
-            is_prefill,
+            is_prefill: origin == Origin::Prefill,
+            is_remote: origin == Origin::Remote,
+            is_resume,
             first_step: Cell::new(None),
             started: Cell::new(false),
+            started_at: Cell::new(Time::ZERO),
+            victims: RefCell::default(),
+            avoided: Cell::new(None),
             head_stopped: Cell::new(false),
             num_open: Cell::new(num),
         });
         for nth in 0..num {
-            let member = Member { group: Rc::clone(&group), sequence: first_sequence + nth };
+            let member = Member {
+                group: Rc::clone(&group),
+                sequence: first_sequence + nth,
+                board: boards.get(nth as usize).cloned(),
+                last_token: Cell::new(None),
+                preempted: Cell::new(false),
+            };
             self.by_id.insert(nth_id(head, nth), member);
         }
     }
@@ -118,6 +155,32 @@ impl Members {
         });
     }
 
+    /// The prompt of `id` was done elsewhere at `at`: who ran here then, had it been computed here, would have waited.
+    pub(super) fn note_victims(&self, id: SequenceId, at: Time) {
+        let Some(Member { group, .. }) = self.get(id) else { return };
+        let ran = |other: &Member| {
+            other.runs()
+                && other.group.started_at.get() <= at
+                && other.group.owner.request != group.owner.request
+        };
+        let victims = self.by_id.iter().filter(|(_, other)| ran(other)).map(|(&id, _)| id);
+        group.victims.replace(victims.collect());
+    }
+
+    /// Each of the victims of `id` was spared so many seconds. Those that are over count too; they have nobody to tell.
+    pub(super) fn spare_victims(&self, id: SequenceId, each_s: f64) -> AvoidedStall {
+        let Some(Member { group, .. }) = self.get(id) else { return AvoidedStall::default() };
+        let victims = group.victims.take();
+        for victim in victims.iter().filter_map(|&victim| self.get(victim)) {
+            if let Some(board) = &victim.board {
+                board.avoided(each_s);
+            }
+        }
+        let avoided = AvoidedStall::new(victims.len(), each_s);
+        group.avoided.set(Some(avoided));
+        avoided
+    }
+
     /// Tells every reader why there will be no more events.
     pub(super) fn end_all(&self, cause: Cause) {
         for member in self.by_id.values() {
@@ -126,7 +189,49 @@ impl Members {
     }
 }
 
+impl Member {
+    /// Whether each step gives it a token.
+    pub(super) fn runs(&self) -> bool {
+        self.group.started.get() && !self.preempted.get()
+    }
+
+    /// A token of it came from the last step; returns the stall that this ended.
+    pub(super) fn token(&self, at: Time, watch: &StallWatch, metrics: &WorkerMetrics) -> Option<Stall> {
+        let was_preempted = self.preempted.replace(false);
+        let board = self.board.as_ref()?;
+        // The first token of what was computed here is no gap; that of what came from elsewhere is one from its start here.
+        let start = self.group.is_remote.then(|| self.group.started_at.get());
+        let from = self.last_token.replace(Some(at)).or(start)?;
+        let gap = watch.gap(from, at, was_preempted);
+        board.token(at.saturating_sub(from), watch.num_decoding());
+        if gap.is_stall || gap.cause.is_chunk() {
+            metrics.blocked(gap.cause.name(), gap.blocked.as_secs_f64());
+        }
+        if !gap.is_stall {
+            return None;
+        }
+        metrics.stalled(gap.cause.name());
+        board.stall(gap.blocked);
+        let (cause, blocked, blocker) = (gap.cause, gap.blocked, gap.blocker);
+        Some(Stall { sequence: self.sequence, from, to: at, cause, blocked, blocker })
+    }
+}
+
 impl Group {
+    /// It runs from now on.
+    pub(super) fn start(&self, at: Time) {
+        self.started.set(true);
+        self.started_at.set(at);
+    }
+
+    /// Tells what nobody has to know: a reader that is behind keeps its room for what it must.
+    pub(super) fn tell_aside(&self, event: Stamped) {
+        if 2 * self.events.capacity() > self.events.max_capacity() {
+            // One that is gone needs nothing.
+            let _ = self.events.try_send(event);
+        }
+    }
+
     /// Whether the first sequence still stands for others.
     pub(super) fn is_whole(&self) -> bool {
         !self.started.get() && self.num_open.get() > 1

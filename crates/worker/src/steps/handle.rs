@@ -1,17 +1,20 @@
 //! The shell's side of the step loop.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 use std::time::Duration;
 
-use baton_handoff::Cause;
-use baton_scheduler::{FirstToken, NewSequence, Origin, SamplingParams, SequenceId};
+use baton_handoff::{Cause, RequestId};
+use baton_scheduler::{FirstToken, NewSequence, Origin, SamplingParams, SequenceId, StepCost, Time};
+use baton_telemetry::trace::TraceContext;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::cache_feed::CacheView;
 use super::message::{Command, LayerSink, Live, Load, Slot, Stamped, Submit, nth_id};
 use super::rates::StepRates;
+use super::stall::Owner;
+use super::stats::{RunBoard, RunStats};
 
 /// Commands on their way to the loop, at most; senders wait for room.
 const COMMAND_BUFFER: usize = 1024;
@@ -22,6 +25,10 @@ const EVENT_BUFFER: usize = 1024;
 /// A group of sequences to be run from one prompt; the loop gives them ids.
 #[derive(Clone)]
 pub struct Submission {
+    /// Whose it is.
+    pub request: RequestId,
+    /// The trace it belongs to, and the span here that serves it.
+    pub trace: Option<TraceContext>,
     /// Where its KV comes from.
     pub origin: Origin,
     /// Prompt tokens, at least one.
@@ -62,10 +69,19 @@ pub(super) struct Shared {
     pub(super) stop: AtomicBool,
     pub(super) load: watch::Sender<Load>,
     pub(super) rates: StepRates,
+    /// What steps take, as last fitted, and how far the fit is off.
+    pub(super) step_cost: Mutex<Option<(StepCost, f64)>>,
     next_id: AtomicU64,
 }
 
 impl Shared {
+    /// The loop learnt what steps take. It never waits for a reader: what is not told now is told with the next fit.
+    pub(super) fn set_step_cost(&self, cost: StepCost, residual: f64) {
+        if let Ok(mut told) = self.step_cost.try_lock() {
+            *told = Some((cost, residual));
+        }
+    }
+
     /// Ends the loop's sleep, or the next one before it begins.
     pub(super) fn wake(&self) {
         if let Some(thread) = self.thread.get() {
@@ -111,9 +127,14 @@ impl StepHandle {
             priority: new.priority,
             preempted: new.preempted,
         };
-        let live = Live { slot: Arc::clone(&slot), events: sender, sink: new.sink };
+        let owner = Owner { request: new.request, trace: new.trace };
+        let num_boards = if new.origin == Origin::Prefill { 0 } else { num };
+        let boards: Vec<Arc<RunBoard>> = (0..num_boards).map(|_| Arc::default()).collect();
+        let live =
+            Live { slot: Arc::clone(&slot), events: sender, sink: new.sink, owner, boards: boards.clone() };
         // Made first: if this future is dropped while it waits for room, the drop of `handle` cancels.
-        let handle = Sequence { id, first: new.first_sequence, num, steps: self.clone(), slot, events };
+        let handle =
+            Sequence { id, first: new.first_sequence, num, steps: self.clone(), slot, events, boards };
         match self.send(Command::Submit(Box::new(Submit { sequence, live }))).await {
             true => Ok(handle),
             false => Err(Cause::Engine),
@@ -143,6 +164,13 @@ impl StepHandle {
         &self.shared.rates
     }
 
+    /// What a step is expected to take, and the mean of |expected - measured| / measured over recent steps; `None` before enough
+    /// steps ran.
+    pub fn step_cost(&self) -> Option<(StepCost, f64)> {
+        // It is copied in whole.
+        *self.shared.step_cost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// How busy the loop is, and how to hear when that changes.
     pub fn load(&self) -> watch::Receiver<Load> {
         self.shared.load.subscribe()
@@ -166,6 +194,7 @@ pub struct Sequence {
     steps: StepHandle,
     slot: Arc<Slot>,
     events: mpsc::Receiver<Stamped>,
+    boards: Vec<Arc<RunBoard>>,
 }
 
 impl Sequence {
@@ -190,10 +219,17 @@ impl Sequence {
         self.steps.send(Command::Reserve(self.id)).await;
     }
 
-    /// Remote: every byte is verified; `first` has the first token of each sequence, in order.
-    /// [`super::SequenceEvent::Started`] follows, or the end when the tokens finished all.
-    pub async fn commit(&self, first: Vec<FirstToken>) {
-        self.steps.send(Command::Commit(self.id, first)).await;
+    /// How the sequence with this number ran up to now; all zero for one that is not of this group.
+    pub fn stats(&self, sequence: u32) -> RunStats {
+        let nth = sequence.checked_sub(self.first).map(|nth| nth as usize);
+        nth.and_then(|nth| self.boards.get(nth)).map_or_else(RunStats::default, |board| board.read())
+    }
+
+    /// Remote: every byte is verified; `first` has the first token of each sequence, in order, and computing the prompt here would have
+    /// added `prefill_s` seconds to steps, if that is known. [`super::SequenceEvent::Started`] follows, or the end when the tokens
+    /// finished all.
+    pub async fn commit(&self, first: Vec<FirstToken>, prefill_s: Option<f64>) {
+        self.steps.send(Command::Commit(self.id, first, prefill_s)).await;
     }
 
     /// Ends the sequence with this number, its blocks return; the others go on. No event follows for it, and none at all when it was
@@ -204,9 +240,10 @@ impl Sequence {
         }
     }
 
-    /// Remote: the source is done; [`super::SequenceEvent::Boundary`] says when the sequence could have run.
-    pub async fn notice(&self) {
-        self.steps.send(Command::Notice(self.id)).await;
+    /// Remote: the source was done at `at`, now or in the past; [`super::SequenceEvent::Boundary`] says when the sequence could have
+    /// run.
+    pub async fn notice(&self, at: Time) {
+        self.steps.send(Command::Notice(self.id, at)).await;
     }
 }
 

@@ -10,6 +10,9 @@ use baton_scheduler::{Finish, FirstToken, NewSequence, Refusal, SequenceId, Stag
 use tokio::sync::{mpsc, oneshot};
 
 use super::cache_feed::CacheView;
+use super::ledger::AvoidedStall;
+use super::stall::{Owner, Stall};
+use super::stats::RunBoard;
 
 /// Hears, on a prefill worker, which KV of a sequence is complete in block memory.
 pub trait LayerSink: Send + Sync {
@@ -40,6 +43,8 @@ pub enum SequenceEvent {
     Computed {
         /// From the sequence's first token.
         num_tokens: usize,
+        /// When the step that computed the last of them began; it ended at the event's own time.
+        began: Time,
     },
     /// A token was sampled; with `finish` this is the sequence's last event. After the last event of all there are no more.
     Token {
@@ -67,9 +72,14 @@ pub enum SequenceEvent {
         first_step: Option<Time>,
         /// Leading prompt tokens whose KV was here already: neither computed nor transferred.
         cached_tokens: usize,
+        /// Remote: what computing its prompt here would have cost others, if it is known.
+        avoided: Option<AvoidedStall>,
     },
-    /// Answers [`crate::Sequence::notice`]: the first step boundary at or after it.
+    /// Answers [`crate::Sequence::notice`]: the event's time is that of the first step boundary at or after it.
     Boundary,
+    /// A gap between two tokens was longer than decoding alone explains; told before the token that ended it. Not told to a reader that
+    /// is far behind.
+    Stall(Stall),
     /// A sequence gave up its blocks to others.
     Preempted {
         /// Number of the sequence within its request.
@@ -111,8 +121,10 @@ pub(super) enum Command {
     Submit(Box<Submit>),
     Grant(SequenceId, usize),
     Reserve(SequenceId),
-    Commit(SequenceId, Vec<FirstToken>),
-    Notice(SequenceId),
+    /// With the seconds that computing the prompt here would have added to steps.
+    Commit(SequenceId, Vec<FirstToken>, Option<f64>),
+    /// The prompt was done at that time.
+    Notice(SequenceId, Time),
     /// Ends one sequence of a group.
     Stop(SequenceId),
     /// Asks for what the prefix cache holds, and for what changes from then on.
@@ -129,6 +141,9 @@ pub(super) struct Live {
     pub(super) slot: Arc<Slot>,
     pub(super) events: mpsc::Sender<Stamped>,
     pub(super) sink: Option<Arc<dyn LayerSink>>,
+    pub(super) owner: Owner,
+    /// One for each sequence; none where nothing runs.
+    pub(super) boards: Vec<Arc<RunBoard>>,
 }
 
 /// Id of the `nth` sequence of the group that begins with `head`.

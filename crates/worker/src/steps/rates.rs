@@ -53,6 +53,8 @@ impl StepRates {
 pub(super) struct StepMeter {
     prefill: DecayingRatio,
     decode: DecayingRatio,
+    /// Rows of steps that only decode.
+    rows: DecayingRatio,
     fit: CostFit,
 }
 
@@ -63,12 +65,26 @@ impl StepMeter {
         let num_prefill = plan.rows.iter().filter(|row| row.tokens.len() > 1).count();
         if num_prefill == 0 {
             self.decode.add(took.as_secs_f64() * 1e3, 1.0);
+            self.rows.add(plan.rows.len() as f64, 1.0);
             rates.decode_step_ms.set(self.decode.get());
         } else if num_prefill == plan.rows.len() {
             self.prefill.add(plan.tokens.len() as f64, took.as_secs_f64());
             rates.prefill_tokens_per_s.set(self.prefill.get());
         }
         self.fit.observe(plan, took.as_secs_f64())
+    }
+
+    /// How far the expected times of recent steps were off: mean of |expected - measured| / measured.
+    pub(super) fn residual(&self) -> f64 {
+        self.fit.residual()
+    }
+
+    /// What a step with so many decoding rows takes, were there nothing else in it: that of recent ones that only decoded, and of more rows
+    /// than they had at most in proportion. `None` before any.
+    pub(super) fn decode_alone(&self, num_rows: u32) -> Option<Duration> {
+        let (ms, rows) = (self.decode.get(), self.rows.get());
+        let more = (f64::from(num_rows) / rows.max(1.0)).max(1.0);
+        Duration::try_from_secs_f64(ms * more / 1e3).ok().filter(|expected| !expected.is_zero())
     }
 }
 
@@ -109,6 +125,17 @@ mod tests {
         meter.observe(&plan(&[1, 16]), Duration::from_millis(900), &rates);
         assert!((rates.prefill_tokens_per_s() - 500.0).abs() < 1e-9);
         assert!((rates.decode_step_ms() - 8.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn decoding_alone_takes_what_it_took_and_more_rows_at_most_in_proportion() {
+        let (mut meter, rates) = (StepMeter::default(), StepRates::default());
+        assert_eq!(meter.decode_alone(1), None);
+        meter.observe(&plan(&[1, 64]), Duration::from_millis(900), &rates);
+        assert_eq!(meter.decode_alone(1), None);
+        meter.observe(&plan(&[1, 1]), Duration::from_millis(8), &rates);
+        let ms = |rows| meter.decode_alone(rows).unwrap().as_secs_f64() * 1e3;
+        assert!((ms(1) - 8.0).abs() < 1e-6 && (ms(2) - 8.0).abs() < 1e-6 && (ms(6) - 24.0).abs() < 1e-6);
     }
 
     #[test]

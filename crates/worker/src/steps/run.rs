@@ -7,17 +7,22 @@ use std::time::{Duration, Instant};
 
 use baton_handoff::Cause;
 use baton_scheduler::{
-    Engine, EngineError, Event, FirstToken, Flow, Refusal, Scheduler, SequenceId, StepOutput, StepPlan, Time,
+    Engine, EngineError, Event, FirstToken, Flow, Refusal, Scheduler, SequenceId, StepOutput, StepPlan,
+    StepPoint, Time,
 };
 use baton_telemetry::metrics::WorkerMetrics;
+use baton_telemetry::trace::Tracing;
 use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TrySendError;
 
+use super::boundaries::Boundaries;
 use super::cache_feed::CacheFeed;
 use super::group::{Group, Member, Members, NewIds};
 use super::handle::Shared;
 use super::message::{Command, LayerSink, Live, Load, SequenceEvent, Slot, Stamped, Submit, nth_id};
 use super::rates::StepMeter;
+use super::stall::{Chunk, StallWatch};
+use super::tracer::{StepTracer, TracedStep};
 use crate::Clock;
 
 /// The pool recounts itself once in this many steps.
@@ -36,6 +41,9 @@ pub(super) struct StepLoop {
     members: Members,
     meter: StepMeter,
     cache_feed: CacheFeed,
+    boundaries: Boundaries,
+    stalls: StallWatch,
+    tracer: StepTracer,
     /// The next three keep their memory from step to step.
     events: Vec<Event>,
     output: StepOutput,
@@ -60,11 +68,13 @@ pub(super) struct Parts {
     pub(super) engine: Box<dyn Engine>,
     pub(super) clock: Clock,
     pub(super) metrics: WorkerMetrics,
+    pub(super) tracing: Tracing,
+    pub(super) stall_threshold: Duration,
 }
 
 impl StepLoop {
     pub(super) fn new(parts: Parts) -> Self {
-        let Parts { shared, commands, scheduler, engine, clock, metrics } = parts;
+        let Parts { shared, commands, scheduler, engine, clock, metrics, tracing, stall_threshold } = parts;
         Self {
             shared,
             commands,
@@ -75,6 +85,9 @@ impl StepLoop {
             members: Members::default(),
             meter: StepMeter::default(),
             cache_feed: CacheFeed::new(),
+            boundaries: Boundaries::new(),
+            stalls: StallWatch::new(stall_threshold),
+            tracer: StepTracer::new(tracing),
             events: Vec::new(),
             output: StepOutput::default(),
             rows: Vec::new(),
@@ -89,6 +102,7 @@ impl StepLoop {
             if self.shared.stop.load(Ordering::SeqCst) {
                 break Ok(());
             }
+            self.boundaries.push(self.clock.now());
             self.take_commands();
             self.take_cancels();
             let now = self.clock.now();
@@ -98,6 +112,7 @@ impl StepLoop {
             let idle = self.scheduler.current_plan().is_empty();
             self.publish(idle);
             if idle {
+                self.boundaries.sleeps();
                 self.sleep();
             } else if let Err(error) = self.step() {
                 break Err(error);
@@ -122,8 +137,11 @@ impl StepLoop {
                 Command::Reserve(id) => {
                     self.scheduler.reserve(id);
                 }
-                Command::Commit(id, first) => self.commit(id, &first, now),
-                Command::Notice(id) => self.tell(id, now, SequenceEvent::Boundary),
+                Command::Commit(id, first, prefill_s) => self.commit(id, &first, prefill_s, now),
+                Command::Notice(id, at) => {
+                    self.members.note_victims(id, at);
+                    self.tell(id, self.boundaries.at_or_after(at, now), SequenceEvent::Boundary);
+                }
                 Command::Stop(id) => self.stop(id, now),
                 Command::WatchCache(reader) => {
                     // A reader that is gone needs no answer.
@@ -146,7 +164,7 @@ impl StepLoop {
         }
     }
 
-    fn commit(&mut self, id: SequenceId, first: &[FirstToken], now: Time) {
+    fn commit(&mut self, id: SequenceId, first: &[FirstToken], prefill_s: Option<f64>, now: Time) {
         if !self.scheduler.commit(id, first) {
             return;
         }
@@ -155,6 +173,11 @@ impl StepLoop {
             .events
             .iter()
             .any(|event| matches!(event, Event::Started { id: started, .. } if *started == id));
+        if runs && let Some(each_s) = prefill_s {
+            let avoided = self.members.spare_victims(id, each_s);
+            // A counter can't fall.
+            self.metrics.hol_avoided.inc_by(avoided.total_s.max(0.0));
+        }
         self.forward(now);
         // A sequence that its first token ended has no event.
         for (nth, first) in (0..).zip(first) {
@@ -197,7 +220,7 @@ impl StepLoop {
         let mut events = std::mem::take(&mut self.events);
         self.scheduler.drain_events(&mut events);
         for event in events.drain(..) {
-            if let Some((id, event)) = translate(event, &self.members) {
+            if let Some((id, event)) = translate(event, &self.members, self.stalls.began()) {
                 self.tell(id, now, event);
             }
         }
@@ -208,6 +231,16 @@ impl StepLoop {
         let Some(member) = self.members.get(id) else { return };
         let group = &member.group;
         note(&self.metrics, group, &event);
+        match event {
+            SequenceEvent::Started { .. } => group.start(at),
+            SequenceEvent::Preempted { .. } => member.preempted.set(true),
+            SequenceEvent::Token { .. } => {
+                if let Some(stall) = member.token(at, &self.stalls, &self.metrics) {
+                    group.tell_aside(Stamped { at, event: SequenceEvent::Stall(stall) });
+                }
+            }
+            _ => {}
+        }
         let head = group.head;
         let starts = matches!(event, SequenceEvent::Started { .. });
         let is_gone = matches!(event, SequenceEvent::Preempted { gone: true, .. });
@@ -221,14 +254,14 @@ impl StepLoop {
             Err(TrySendError::Full(_)) => {
                 tracing::warn!("a reader is too slow: its sequences are cancelled");
                 let _ = group.slot.end.set(Cause::SlowReader);
-                let scheduler = &mut self.scheduler;
+                // The event may be of the past.
+                let (scheduler, now) = (&mut self.scheduler, self.clock.now());
                 return self.members.remove_group(head, |id| {
-                    scheduler.cancel(id, at);
+                    scheduler.cancel(id, now);
                 });
             }
         }
         if starts {
-            group.started.set(true);
             if group.head_stopped.replace(false) {
                 self.stop(head, at);
             }
@@ -241,12 +274,15 @@ impl StepLoop {
 
     fn step(&mut self) -> Result<(), EngineError> {
         self.watch_rows(self.clock.now());
+        let traced = self.traced_step();
         let (shared, rows) = (&self.shared, &self.rows);
-        let mut on_layer = |layer: usize| {
-            shared.progress.fetch_add(1, Ordering::Relaxed);
-            for row in rows {
-                if let Some(sink) = &row.sink {
-                    sink.layer_done(row.chunk.clone(), layer);
+        let mut on_point = |point| {
+            if let StepPoint::LayerEnd(layer) = point {
+                shared.progress.fetch_add(1, Ordering::Relaxed);
+                for row in rows {
+                    if let Some(sink) = &row.sink {
+                        sink.layer_done(row.chunk.clone(), layer);
+                    }
                 }
             }
             let cancels = shared.num_cancels.load(Ordering::Relaxed) > 0;
@@ -259,19 +295,25 @@ impl StepLoop {
         };
         let started = Instant::now();
         let plan: &StepPlan = self.scheduler.current_plan();
-        self.engine.step(plan, &mut self.output, &mut on_layer).inspect_err(|error| {
+        self.engine.step(plan, &mut self.output, &mut on_point).inspect_err(|error| {
             tracing::error!(%error, "the engine failed; every sequence ends");
         })?;
         let took = started.elapsed();
         self.metrics.step_duration.observe(took.as_secs_f64());
         if !self.output.stopped {
             let cost = self.meter.observe(self.scheduler.current_plan(), took, &self.shared.rates);
-            if cost.is_some() {
-                self.scheduler.set_step_cost(cost);
+            if let Some(cost) = cost {
+                self.scheduler.set_step_cost(Some(cost));
+                self.shared.set_step_cost(cost, self.meter.residual());
             }
             self.metrics.block_copies.inc_by(self.scheduler.current_plan().copies.len() as u64);
         }
+        if let Some(traced) = traced {
+            let plan = self.scheduler.current_plan();
+            traced.end(started, plan.rows.len(), plan.tokens.len());
+        }
         let now = self.clock.now();
+        self.stalls.end(now, self.scheduler.current_plan().copies.len());
         self.scheduler.apply(&self.output, now);
         // Whoever hears of the step finds it counted.
         self.count();
@@ -279,16 +321,31 @@ impl StepLoop {
         Ok(())
     }
 
+    fn traced_step(&mut self) -> Option<TracedStep> {
+        let (rows, members) = (&self.scheduler.current_plan().rows, &self.members);
+        self.tracer.next(rows.iter().filter_map(|row| members.get(row.id)?.group.owner.trace))
+    }
+
     fn watch_rows(&mut self, now: Time) {
         self.rows.clear();
+        self.stalls.begin(now);
         for row in &self.scheduler.current_plan().rows {
             if let Some(member) = self.members.get(row.id) {
                 let group = &member.group;
                 group.first_step.set(group.first_step.get().or(Some(now)));
+                let num_tokens = row.tokens.len();
+                if member.runs() {
+                    self.stalls.decodes();
+                } else if num_tokens > 1 {
+                    // A row of one token takes as long as one that decodes.
+                    let is_resume = group.is_resume || member.preempted.get();
+                    self.stalls.chunk(Chunk { num_tokens, is_resume, owner: group.owner });
+                }
                 let (slot, sink) = (Arc::clone(&group.slot), group.sink.clone());
-                self.rows.push(Row { slot, sink, chunk: row.position..row.position + row.tokens.len() });
+                self.rows.push(Row { slot, sink, chunk: row.position..row.position + num_tokens });
             }
         }
+        self.stalls.expect(self.meter.decode_alone(self.stalls.num_decoding()));
     }
 
     fn count(&mut self) {
@@ -340,7 +397,7 @@ fn note(metrics: &WorkerMetrics, group: &Group, event: &SequenceEvent) {
             metrics.prefix_hit_tokens.inc_by(cached_tokens as u64);
             cached_tokens
         }
-        SequenceEvent::Computed { num_tokens } => num_tokens,
+        SequenceEvent::Computed { num_tokens, .. } => num_tokens,
         _ => return,
     };
     if let Some(sink) = &group.sink
@@ -356,22 +413,23 @@ fn refuse(live: &Live, refusal: Refusal, now: Time) {
 }
 
 /// An event as the sequence's reader is told it, and whom it is about. `None` when nobody listens any more.
-fn translate(event: Event, members: &Members) -> Option<(SequenceId, SequenceEvent)> {
+fn translate(event: Event, members: &Members, began: Time) -> Option<(SequenceId, SequenceEvent)> {
     Some(match event {
         Event::NearHead { id } => (id, SequenceEvent::NearHead),
         Event::Opened { id, lease, cached_tokens } => (id, SequenceEvent::Opened { lease, cached_tokens }),
-        Event::Computed { id, num_tokens } => (id, SequenceEvent::Computed { num_tokens }),
+        Event::Computed { id, num_tokens } => (id, SequenceEvent::Computed { num_tokens, began }),
         Event::Token { id, token, logprob, index, finish } => {
             let sequence = members.get(id)?.sequence;
             (id, SequenceEvent::Token { sequence, token, logprob, index, finish })
         }
         Event::Reserved { id, lease, skip_tokens } => (id, SequenceEvent::Reserved { lease, skip_tokens }),
         Event::Started { id, cached_tokens } => {
-            let first_step = members.get(id)?.group.first_step.get();
-            (id, SequenceEvent::Started { first_step, cached_tokens })
+            let group = &members.get(id)?.group;
+            let (first_step, avoided) = (group.first_step.get(), group.avoided.take());
+            (id, SequenceEvent::Started { first_step, cached_tokens, avoided })
         }
         Event::Preempted { id, gone } => {
-            let Member { group, sequence } = members.get(id)?;
+            let Member { group, sequence, .. } = members.get(id)?;
             // Until the fork the first sequence speaks for all.
             let is_news = group.started.get() || id == group.head;
             return is_news.then_some((id, SequenceEvent::Preempted { sequence: *sequence, gone }));

@@ -3,28 +3,33 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use baton_handoff::Cause;
+use baton_handoff::{Cause, RequestId};
 use baton_kv::{BlockPool, KvDtype, KvLayout};
 use baton_scheduler::{
     Engine, EngineError, Finish, FirstToken, Flow, Logits, Origin, Refusal, Sampled, SamplingParams,
-    Scheduler, SchedulerConfig, StepOutput, StepPlan,
+    Scheduler, SchedulerConfig, StepOutput, StepPlan, StepPoint,
 };
 use baton_telemetry::metrics::WorkerMetrics;
+use baton_telemetry::trace::Tracing;
 
 use super::*;
 use crate::{Clock, Lifecycle, State};
 
 mod cache;
 mod groups;
+mod stalls;
 
 const LAYERS: usize = 8;
 const BLOCKS: usize = 64;
+const STALL_THRESHOLD: Duration = Duration::from_millis(20);
 
 struct SlowEngine {
     layout: KvLayout,
     layer_time: Duration,
+    /// Of each token beyond the first of a row.
+    chunk_token_time: Duration,
     layers_done: Arc<AtomicUsize>,
     fail_after: usize,
 }
@@ -46,7 +51,7 @@ impl Engine for SlowEngine {
         &mut self,
         plan: &StepPlan,
         output: &mut StepOutput,
-        on_layer: &mut dyn FnMut(usize) -> Flow,
+        on_point: &mut dyn FnMut(StepPoint) -> Flow,
     ) -> Result<(), EngineError> {
         output.sampled.clear();
         output.stopped = false;
@@ -54,10 +59,21 @@ impl Engine for SlowEngine {
         if self.fail_after == 0 {
             return Err(EngineError::Fatal("on purpose".to_owned()));
         }
+        let num_more = plan.tokens.len() - plan.rows.len();
+        std::thread::sleep(self.chunk_token_time * num_more as u32);
         for layer in 0..LAYERS {
-            std::thread::sleep(self.layer_time);
+            let due = Instant::now() + self.layer_time;
+            while let left = due.saturating_duration_since(Instant::now())
+                && !left.is_zero()
+            {
+                if on_point(StepPoint::Within) == Flow::Stop {
+                    output.stopped = true;
+                    return Ok(());
+                }
+                std::thread::sleep(left.min(Duration::from_millis(1)));
+            }
             self.layers_done.fetch_add(1, Ordering::SeqCst);
-            if on_layer(layer) == Flow::Stop {
+            if on_point(StepPoint::LayerEnd(layer)) == Flow::Stop {
                 output.stopped = true;
                 return Ok(());
             }
@@ -82,6 +98,7 @@ struct Bench {
     layers_done: Arc<AtomicUsize>,
     lifecycle: Lifecycle,
     metrics: WorkerMetrics,
+    clock: Clock,
     join: Option<std::thread::JoinHandle<()>>,
 }
 
@@ -91,6 +108,15 @@ impl Bench {
     }
 
     async fn start_with(layer_time: Duration, fail_after: usize, cache_salt: Option<Vec<u8>>) -> Self {
+        Self::start_timed((layer_time, Duration::ZERO), fail_after, cache_salt).await
+    }
+
+    /// With times of a layer, and of each token of a chunk beyond the first.
+    async fn start_timed(
+        (layer_time, chunk_token_time): (Duration, Duration),
+        fail_after: usize,
+        cache_salt: Option<Vec<u8>>,
+    ) -> Self {
         let pool = BlockPool::new(BLOCKS);
         let layers_done = Arc::new(AtomicUsize::new(0));
         let lifecycle = Lifecycle::default();
@@ -107,6 +133,7 @@ impl Bench {
                 numerics_id: String::new(),
             },
             layer_time,
+            chunk_token_time,
             layers_done: Arc::clone(&layers_done),
             fail_after,
         };
@@ -127,13 +154,21 @@ impl Bench {
         };
         let metrics = WorkerMetrics::new();
         let scheduler = Scheduler::new(config, pool.clone());
-        let options = StepThreadOptions { cpus: None, nice: 0, clock: Clock::start() };
+        let clock = Clock::start();
+        let options = StepThreadOptions {
+            cpus: None,
+            nice: 0,
+            clock,
+            tracing: Tracing::off(),
+            stall_threshold: STALL_THRESHOLD,
+        };
         let thread = StepThread::spawn(options, metrics.clone(), lifecycle.clone(), move |_| {
             Ok(Built { engine: Box::new(engine), scheduler })
         })
         .unwrap();
         thread.built.await.unwrap().unwrap();
-        Self { steps: thread.handle, pool, layers_done, lifecycle, metrics, join: Some(thread.join) }
+        let join = Some(thread.join);
+        Self { steps: thread.handle, pool, layers_done, lifecycle, metrics, clock, join }
     }
 
     async fn fast() -> Self {
@@ -166,6 +201,8 @@ impl Drop for Bench {
 
 fn submission(origin: Origin, prompt: usize, max_new_tokens: u32) -> Submission {
     Submission {
+        request: RequestId([1; 16]),
+        trace: None,
         origin,
         prompt: vec![1; prompt],
         sampling: SamplingParams::GREEDY,
@@ -238,6 +275,22 @@ async fn dropping_the_only_sequence_stops_its_step_within_a_layer() {
 }
 
 #[tokio::test]
+async fn a_layer_that_takes_long_is_left_when_nobody_wants_it() {
+    let bench = Bench::start(Duration::from_secs(60), usize::MAX).await;
+    let sequence = bench.submit(Origin::Local, 500, 5).await;
+    bench.steps.load().wait_for(|load| !load.idle).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    drop(sequence);
+    bench.all_blocks_return().await;
+    assert_eq!(bench.layers_done.load(Ordering::SeqCst), 0);
+    // A stop too.
+    let _sequence = bench.submit(Origin::Local, 500, 5).await;
+    bench.steps.load().wait_for(|load| !load.idle).await.unwrap();
+    bench.steps.stop();
+    bench.all_blocks_return().await;
+}
+
+#[tokio::test]
 async fn one_of_two_cancelled_leaves_the_other_whole() {
     let bench = Bench::start(Duration::from_millis(1), usize::MAX).await;
     let mut kept = bench.submit(Origin::Local, 20, 30).await;
@@ -259,13 +312,13 @@ async fn a_remote_sequence_reserves_commits_and_runs() {
         panic!("not reserved")
     };
     assert_eq!(lease.len(), 3);
-    sequence.notice().await;
+    sequence.notice(Duration::ZERO).await;
     assert!(matches!(next(&mut sequence).await, SequenceEvent::Boundary));
     drop(lease);
-    sequence.commit(vec![FirstToken { token: 7, finished: false }]).await;
+    sequence.commit(vec![FirstToken { token: 7, finished: false }], None).await;
     assert!(matches!(
         next(&mut sequence).await,
-        SequenceEvent::Started { first_step: None, cached_tokens: 0 }
+        SequenceEvent::Started { first_step: None, cached_tokens: 0, avoided: None }
     ));
     for want in 1..4 {
         let SequenceEvent::Token { index, finish, .. } = next(&mut sequence).await else {
@@ -318,8 +371,8 @@ async fn a_prefill_is_offered_granted_computed_in_chunks_and_held_until_dropped(
     let SequenceEvent::Opened { lease, .. } = next(&mut sequence).await else { panic!("not opened") };
     assert_eq!(lease.len(), 5);
     drop(lease);
-    assert!(matches!(next(&mut sequence).await, SequenceEvent::Computed { num_tokens: 64 }));
-    assert!(matches!(next(&mut sequence).await, SequenceEvent::Computed { num_tokens: 70 }));
+    assert!(matches!(next(&mut sequence).await, SequenceEvent::Computed { num_tokens: 64, .. }));
+    assert!(matches!(next(&mut sequence).await, SequenceEvent::Computed { num_tokens: 70, .. }));
     let SequenceEvent::Token { token, finish, .. } = next(&mut sequence).await else { panic!("no token") };
     assert_eq!((token, finish), (70, None));
     bench.steps.load().wait_for(|load| load.counts.held == 1).await.unwrap();

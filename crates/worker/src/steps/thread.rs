@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use baton_scheduler::{Engine, Scheduler};
 use baton_telemetry::metrics::WorkerMetrics;
+use baton_telemetry::trace::Tracing;
 use tokio::sync::oneshot;
 
 use super::handle::StepHandle;
@@ -22,6 +24,10 @@ pub struct StepThreadOptions {
     pub nice: i32,
     /// The worker's clock.
     pub clock: Clock,
+    /// Where spans of steps go.
+    pub tracing: Tracing,
+    /// A gap between two tokens is a stall when it exceeds a step that only decodes by this.
+    pub stall_threshold: Duration,
 }
 
 /// What the loop runs.
@@ -75,8 +81,9 @@ impl StepThread {
             scheduler.pool().on_free(Box::new(move || waker.wake()));
             let _ = sender.send(Ok(()));
             let _failure = FailOnPanic(lifecycle.clone());
-            let clock = options.clock;
-            let parts = Parts { shared, commands, scheduler, engine, clock, metrics };
+            let StepThreadOptions { clock, tracing, stall_threshold, .. } = options;
+            let parts =
+                Parts { shared, commands, scheduler, engine, clock, metrics, tracing, stall_threshold };
             if let Err(error) = StepLoop::new(parts).run() {
                 lifecycle.set(State::Failed(error.to_string()));
             }

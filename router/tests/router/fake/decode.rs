@@ -50,7 +50,7 @@ pub(super) async fn decode(
     }
     let kv = v1::KvCost { bytes: 4096, frames: 4, total_us: 2500, exposed_us: 500, ..v1::KvCost::default() };
     let kv = (!request.local).then_some(kv);
-    let _ = send(Event::Started(v1::Started { kv, cached_tokens: 0, queue_us: 0 })).await;
+    let _ = send(Event::Started(v1::Started { kv, avoided: script.avoided, ..v1::Started::default() })).await;
     let stopping = request.stopping.as_ref().expect("stopping");
     let first = request.num_generated + u32::from(!request.local);
     let end = request.num_generated + stopping.max_new_tokens;
@@ -62,6 +62,9 @@ pub(super) async fn decode(
     for index in first..end {
         if script.breaks(index) {
             return;
+        }
+        if let Some((_, stall)) = script.stalls.as_ref().filter(|(before, _)| *before == index) {
+            let _ = send(Event::Stall(stall.clone())).await;
         }
         for sequence in all.iter_mut().filter(|sequence| !sequence.ended) {
             if state.is_stopped(&name(key), sequence.number) {
@@ -107,7 +110,8 @@ impl Sequence {
         }
         if self.ended {
             let reason = if id == EOS { v1::FinishReason::Stop } else { v1::FinishReason::Length };
-            let finished = v1::Finished { reason: reason.into(), num_tokens: index + 1, sequence };
+            let finished =
+                v1::Finished { reason: reason.into(), num_tokens: index + 1, sequence, stats: script.stats };
             events.push(Event::Finished(finished));
         }
         events

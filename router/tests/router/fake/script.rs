@@ -38,6 +38,11 @@ pub(crate) struct Script {
     pub(crate) cached_tokens: u32,
     /// It has a prefix cache, and says what is in it.
     pub(crate) has_cache: bool,
+    /// The decode leg says so before the token of this index.
+    pub(crate) stalls: Option<(u32, v1::Stall)>,
+    /// What the decode leg says of the prompt's neighbours, and of the sequence's.
+    pub(crate) avoided: Option<v1::AvoidedStall>,
+    pub(crate) stats: Option<v1::RunStats>,
     /// What the workers of one cluster know of each other.
     pub(crate) shared: Arc<Shared>,
 }
@@ -121,6 +126,9 @@ impl Script {
             refuses: None,
             cached_tokens: 0,
             has_cache: false,
+            stalls: None,
+            avoided: None,
+            stats: None,
             shared: Arc::default(),
         }
     }

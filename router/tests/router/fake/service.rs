@@ -63,6 +63,14 @@ impl Worker for Service {
         let updates = self.0.cache.open(self.0.instance());
         Ok(Response::new(Box::pin(ReceiverStream::new(updates))))
     }
+
+    async fn keep_traces(
+        &self,
+        request: Request<v1::KeepTracesRequest>,
+    ) -> Result<Response<v1::KeepTracesResponse>, Status> {
+        self.0.kept.lock().expect("unpoisoned").extend(request.into_inner().trace_ids);
+        Ok(Response::new(v1::KeepTracesResponse {}))
+    }
 }
 
 /// Counts a leg while its script runs.
@@ -131,6 +139,7 @@ impl Prefill for Service {
         request: Request<v1::PrefillRequest>,
     ) -> Result<Response<Self::PrefillStream>, Status> {
         assert_eq!(self.0.kind, Kind::Prefill);
+        self.0.hear(request.metadata());
         let request = request.into_inner();
         self.0.prefills.lock().expect("unpoisoned").push(request.clone());
         let state = Arc::clone(&self.0);
@@ -211,6 +220,7 @@ impl Decode for Service {
         request: Request<v1::DecodeRequest>,
     ) -> Result<Response<Self::DecodeStream>, Status> {
         assert_eq!(self.0.kind, Kind::Decode);
+        self.0.hear(request.metadata());
         let request = request.into_inner();
         self.0.decodes.lock().expect("unpoisoned").push(request.clone());
         let state = Arc::clone(&self.0);

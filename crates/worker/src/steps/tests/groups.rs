@@ -99,13 +99,13 @@ async fn a_committed_group_runs_without_those_whose_first_token_was_the_last() {
     for (finished, want) in [([true, false, false], [0, 3, 3]), ([false, false, true], [3, 3, 0])] {
         let mut sequence = reserved(&bench, group(Origin::Remote, 40, 4, 0, 3)).await;
         let first = [7, 1007, 2007].into_iter().zip(finished).collect::<Vec<_>>();
-        sequence.commit(first_tokens(&first)).await;
+        sequence.commit(first_tokens(&first), None).await;
         let tokens = to_end(&mut sequence).await;
         assert_eq!([0, 1, 2].map(|number| tokens[number].len()), want);
         bench.all_blocks_return().await;
     }
     let mut sequence = reserved(&bench, group(Origin::Remote, 40, 4, 0, 2)).await;
-    sequence.commit(first_tokens(&[(7, true), (8, true)])).await;
+    sequence.commit(first_tokens(&[(7, true), (8, true)]), None).await;
     assert!(sequence.next().await.is_none());
     bench.all_blocks_return().await;
 }
@@ -163,7 +163,7 @@ async fn preempted_remote_sequences_leave_and_local_ones_come_back() {
         }
         if gone {
             for sequence in &groups {
-                sequence.commit(first_tokens(&[(20, false), (1020, false)])).await;
+                sequence.commit(first_tokens(&[(20, false), (1020, false)]), None).await;
             }
         }
         let (mut num_tokens, mut preempted) = ([0; 4], Vec::new());
@@ -198,7 +198,7 @@ async fn a_group_preempted_while_it_receives_is_told_once_and_over() {
     assert!(younger.next().await.is_none());
     assert_eq!(bench.metrics.preemptions.get(), 1);
     // A commit that comes too late changes nothing.
-    younger.commit(first_tokens(&[(1, false), (2, false), (3, false)])).await;
+    younger.commit(first_tokens(&[(1, false), (2, false), (3, false)]), None).await;
     drop(older);
     bench.all_blocks_return().await;
 }

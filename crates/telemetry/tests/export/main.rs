@@ -1,0 +1,5 @@
+//! Spans on their way out, to collectors that answer, that are dead and that hang.
+
+mod broken;
+mod collector;
+mod delivery;
