@@ -15,6 +15,8 @@ const STEPS_PER_REQUEST: f64 = 0.5;
 const STEPS_WITHOUT_ROOM: f64 = 128.0;
 /// Tokens of the last chunk, whose transfer nothing hides.
 const CHUNK_TOKENS: u32 = 256;
+/// By what share of itself a decode step may grow for a prompt that is computed beside it.
+const STALL_SHARE: f64 = 0.25;
 /// Prompt tokens that a decode worker computes in a step beside decoding rows.
 const LOCAL_PREFILL_TOKENS: u32 = 256;
 
@@ -128,6 +130,12 @@ impl<'a> Costs<'a> {
     /// Computing the prompt there, with nothing else.
     pub(crate) fn local_compute_ms(&self, view: &WorkerView) -> f64 {
         f64::from(self.uncached(view)) * self.prefill_token_ms(view)
+    }
+
+    /// Whether the sequences that run there would hardly notice that it computes the prompt itself: a prompt of a few tokens is
+    /// nothing to a GPU's step, and twice a step of a slow CPU.
+    pub(crate) fn is_within_stall_bound(&self, view: &WorkerView) -> bool {
+        view.num_running == 0 || self.local_compute_ms(view) <= STALL_SHARE * self.step_ms(view)
     }
 
     /// What being one more on a decode worker costs.

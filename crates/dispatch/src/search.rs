@@ -85,7 +85,7 @@ pub(crate) fn cheapest<'a>(
     for view in able.decodes.iter().map(|at| &fleet.workers[*at]) {
         let uncached = costs.uncached(view);
         decodes.offer(Ranked { view, cost_ms: costs.typical_ms(&prefill, view), uncached });
-        if uncached <= max_local_tokens {
+        if uncached <= max_local_tokens && costs.is_within_stall_bound(view) {
             local.offer(Ranked { view, cost_ms: costs.local_ms(view), uncached });
         }
     }

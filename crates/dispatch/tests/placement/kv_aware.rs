@@ -126,6 +126,20 @@ fn a_short_rest_stays_on_its_decode_worker() {
 }
 
 #[test]
+fn a_short_rest_moves_where_it_would_stretch_a_step_of_others() {
+    let hashes = chain(1, 20);
+    let mut cluster = pair().cached(3, &hashes, 20);
+    // 16 tokens take 5 ms, a quarter of a step, and then a little more.
+    for (rate, mode) in [(3_200.0, Mode::Local), (3_199.0, Mode::Disaggregated)] {
+        cluster.workers[3].prefill_tokens_per_s = rate;
+        cluster.workers[3].num_running = 1;
+        assert_eq!(place(&cluster, &need(336, &hashes)).mode, mode, "at {rate}");
+        cluster.workers[3].num_running = 0;
+        assert_eq!(place(&cluster, &need(336, &hashes)).mode, Mode::Local, "nobody runs there");
+    }
+}
+
+#[test]
 fn a_link_slower_than_the_computation_makes_a_short_prompt_local() {
     let slow = [(2, 1e7), (3, 1e7)];
     let cluster = pair().linked(0, &slow).linked(1, &slow);
