@@ -49,7 +49,7 @@ impl Simd for Avx512 {
     const MAX_ROWS: usize = 12;
     const MAX_ACCUMULATORS: usize = 24;
     const MAX_SQUARE: usize = 24;
-    const MAX_QUANT_ROWS: usize = 8;
+    const MAX_QUANT_ROWS: usize = 12;
     const NIBBLE_DOTS: bool = false;
 
     ops! {

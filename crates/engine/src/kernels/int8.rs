@@ -268,22 +268,30 @@ unsafe fn spread<S: Simd, W: Format>(p: *const u8, out: *mut f32) {
 #[inline(always)]
 unsafe fn rows<S: Simd, W: Format>(piece: Piece, num_rows: usize, group_bytes: usize) {
     let mut row = 0;
-    macro_rules! rows {
-        ($($rows:literal),*) => {$(
-            while const { $rows <= S::MAX_QUANT_ROWS } && num_rows - row >= $rows {
-                // SAFETY: `$rows` rows are left, and as all counts before were multiples of it they share a group.
-                unsafe {
-                    kernel::<S, W, $rows>(Piece {
-                        x: piece.x.add(row / ROW_GROUP * group_bytes + row % ROW_GROUP * RECORD),
-                        out: piece.out.add(row * piece.out_stride),
-                        ..piece
-                    });
+    // One row more than fits in registers together would cost nearly a whole pass again, so what is left of a group goes together if it can.
+    while row < num_rows {
+        let left = (num_rows - row).min(ROW_GROUP - row % ROW_GROUP);
+        let count = if left <= S::MAX_QUANT_ROWS { left } else { S::MAX_QUANT_ROWS.min(8) };
+        macro_rules! kernels {
+            ($($rows:literal),*) => {
+                match count {
+                    $($rows if const { $rows <= S::MAX_QUANT_ROWS } => {
+                        // SAFETY: `count` rows are left in the group that `row` lies in.
+                        unsafe {
+                            kernel::<S, W, $rows>(Piece {
+                                x: piece.x.add(row / ROW_GROUP * group_bytes + row % ROW_GROUP * RECORD),
+                                out: piece.out.add(row * piece.out_stride),
+                                ..piece
+                            });
+                        }
+                    })*
+                    _ => unreachable!("between 1 and the most rows"),
                 }
-                row += $rows;
-            }
-        )*};
+            };
+        }
+        kernels!(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12);
+        row += count;
     }
-    rows!(8, 4, 2, 1);
 }
 
 /// Row `row` of a block's quants: whole bytes with `FACTOR` 0, else their low (1) or high (16) nibbles.

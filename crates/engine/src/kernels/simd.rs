@@ -30,7 +30,7 @@ pub(crate) trait Simd: Copy {
     const MAX_ACCUMULATORS: usize;
     /// The same with as many operands on either side, which leaves less room for sums.
     const MAX_SQUARE: usize;
-    /// Most rows of an integer matrix product in registers together: 8, 4 or 1.
+    /// Most rows of an integer matrix product in registers together: 12, 4 or 1.
     const MAX_QUANT_ROWS: usize;
     /// Whether dot products take no bytes above 15, so that a byte's nibbles are multiplied one after the other.
     const NIBBLE_DOTS: bool;
