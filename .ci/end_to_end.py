@@ -1,4 +1,4 @@
-"""The newcomer's walk with a release binary: `baton up`, the curl line it prints, golden tokens, Ctrl-C.
+"""The newcomer's walk: `baton up`, the curl line it prints, golden tokens, Ctrl-C.
 
 Usage: end_to_end.py PATH_OF_BATON. Standard library only. Every wait has a bound.
 """
