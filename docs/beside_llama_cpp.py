@@ -35,6 +35,18 @@ def run(command, **options):
     return done.stdout
 
 
+def keep_tile_shapes(source):
+    """GCC 12's `_tile_loadconfig` declares only the first bytes of what it reads, so the stores of the rest are dropped and the first
+    product on AMX ends in a segmentation fault. A statement that may look at all of it keeps them."""
+    path = source / "vendor" / "llama.cpp" / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
+    text = path.read_text()
+    call, seen = "    _tile_loadconfig(&tc);", '    asm volatile("" : : "r"(&tc) : "memory");\n'
+    if call not in text:
+        sys.exit(f"{path}: no tiles are set up where they were in {VERSION}")
+    if seen not in text:
+        path.write_text(text.replace(call, seen + call))
+
+
 def build(work, jobs):
     """llama.cpp's programs, built once."""
     folder = work / "build"
@@ -48,6 +60,7 @@ def build(work, jobs):
         run([*pip, f"llama-cpp-python=={VERSION}"])
         with tarfile.open(work / f"llama_cpp_python-{VERSION}.tar.gz") as archive:
             archive.extractall(work, filter="data")
+    keep_tile_shapes(source)
     print("building llama.cpp for this CPU ...", flush=True)
     settings = {
         "CMAKE_BUILD_TYPE": "Release",

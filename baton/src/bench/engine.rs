@@ -37,9 +37,9 @@ pub(crate) struct EngineOptions {
           value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Vec<u16>,
 
-    /// CPU kernels: auto, avx512, avx2 or portable
+    /// CPU kernels: auto, amx, avx512, avx2 or portable
     #[arg(long, env = "BATON_ISA", value_name = "NAME", default_value = "auto",
-          value_parser = ["auto", "avx512", "avx2", "portable"])]
+          value_parser = ["auto", "amx", "avx512", "avx2", "portable"])]
     isa: String,
 
     /// Arithmetic: 'auto' rounds activations to 8 bits where weights are quantised, 'f32' widens both
@@ -182,7 +182,9 @@ impl EngineOptions {
             num_blocks: cases.iter().map(blocks).max().unwrap_or(1),
             max_step_tokens: CHUNK,
             precision: if self.precision == "f32" { Precision::F32 } else { Precision::Auto },
-            isa: [Isa::Avx512, Isa::Avx2, Isa::Portable].into_iter().find(|isa| isa.name() == self.isa),
+            isa: [Isa::Amx, Isa::Avx512, Isa::Avx2, Isa::Portable]
+                .into_iter()
+                .find(|isa| isa.name() == self.isa),
             ..base
         }
     }

@@ -235,11 +235,39 @@ impl Batch {
         Ok(())
     }
 
-    /// A member's share of (KV head, unit) pairs, numbered head by head: about the same work for each.
+    /// Whether attention goes unit by unit rather than head by head. Where all are of one token nothing is read twice, and the heads
+    /// of a block lie side by side; units of one prompt find a head of K and V in the caches.
+    fn by_unit(&self) -> bool {
+        self.units.len() == self.places.len()
+    }
+
+    /// The KV head and the unit of a pair.
+    pub(crate) fn pair(&self, pair: usize, num_kv_heads: usize) -> (usize, &Unit) {
+        let num_units = self.units.len();
+        match self.by_unit() {
+            true => (pair % num_kv_heads, &self.units[pair / num_kv_heads]),
+            false => (pair / num_units, &self.units[pair % num_units]),
+        }
+    }
+
+    /// How many of the pairs, from the first of them on, are heads of one unit whose queries fit in registers together.
+    pub(crate) fn together(&self, pairs: Range<usize>, num_kv_heads: usize, group: usize) -> usize {
+        match self.by_unit() {
+            true => {
+                pairs.len().min(num_kv_heads - pairs.start % num_kv_heads).min((MAX_QUERIES / group).max(1))
+            }
+            false => 1,
+        }
+    }
+
+    /// A member's share of (KV head, unit) pairs: about the same work for each.
     pub(crate) fn attention_share(&self, index: usize, count: usize, num_kv_heads: usize) -> Range<usize> {
         let bound = |index: usize| {
             if index == count {
                 return num_kv_heads * self.units.len();
+            }
+            if self.by_unit() {
+                return self.head_at(self.work * index as u64 / count as u64, num_kv_heads);
             }
             let goal = self.work * num_kv_heads as u64 * index as u64 / count as u64;
             let (head, within) = (goal / self.work.max(1), goal % self.work.max(1));
@@ -247,6 +275,16 @@ impl Batch {
             head as usize * self.units.len() + unit
         };
         bound(index)..bound(index + 1)
+    }
+
+    /// The pair that is nearest below so much work, of all heads together.
+    fn head_at(&self, work: u64, num_kv_heads: usize) -> usize {
+        let after = self.units.partition_point(|unit| unit.work_before <= work);
+        let Some(unit) = after.checked_sub(1) else { return 0 };
+        let end = self.units.get(after).map_or(self.work, |unit| unit.work_before);
+        let begin = self.units[unit].work_before;
+        let heads = (work - begin) * num_kv_heads as u64 / (end - begin).max(1);
+        unit * num_kv_heads + heads as usize
     }
 }
 

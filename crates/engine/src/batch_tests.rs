@@ -130,6 +130,8 @@ proptest! {
             first += num_tokens;
         }
         prop_assert_eq!(batch.units.iter().map(|u| u.num_tokens).sum::<usize>(), first);
+        let place = Place { position: 0, block: 0, slot: 0 };
+        batch.places = vec![place; first];
         let mut next = 0;
         for index in 0..count {
             let share = batch.attention_share(index, count, num_kv_heads);
@@ -138,5 +140,36 @@ proptest! {
             next = share.end;
         }
         prop_assert_eq!(next, num_kv_heads * batch.units.len());
+    }
+
+    #[test]
+    fn steps_of_single_tokens_go_unit_by_unit_and_heads_together(
+        positions in prop::collection::vec(0usize..50_000, 1..12),
+        num_kv_heads in 1usize..9,
+        group in 1usize..15,
+        count in 1usize..9,
+    ) {
+        let bounds = Bounds { num_blocks: 1, vocab: 1, context: 1, max_step_tokens: 1, group };
+        let mut batch = Batch::new(&bounds);
+        for (first, &position) in positions.iter().enumerate() {
+            batch.add_units(first..first + 1, position, 0..0, &bounds);
+            batch.places.push(Place { position: position as u32, block: 0, slot: 0 });
+        }
+        let mut seen = Vec::new();
+        for index in 0..count {
+            let share = batch.attention_share(index, count, num_kv_heads);
+            let mut pair = share.start;
+            while pair < share.end {
+                let (kv_head, unit) = batch.pair(pair, num_kv_heads);
+                let num = batch.together(pair..share.end, num_kv_heads, group);
+                prop_assert!(num == 1 || num * group <= MAX_QUERIES);
+                prop_assert!(num > 0 && kv_head + num <= num_kv_heads);
+                seen.extend((kv_head..kv_head + num).map(|head| (unit.first_token, head)));
+                pair += num;
+            }
+            prop_assert_eq!(pair, share.end);
+        }
+        let all = (0..positions.len()).flat_map(|unit| (0..num_kv_heads).map(move |head| (unit, head)));
+        prop_assert_eq!(seen, all.collect::<Vec<_>>());
     }
 }

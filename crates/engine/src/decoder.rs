@@ -59,6 +59,8 @@ pub(crate) struct Step<'a> {
 #[derive(Clone, Copy)]
 struct Product {
     x: Matrix,
+    /// Where `x` is as [`Quantise`] leaves it, if weights are quantised.
+    quantised: Matrix,
     out: Matrix,
     rows: usize,
 }
@@ -152,21 +154,24 @@ impl Decoder {
         let (s, layer) = (&self.scratch, &self.weights.layers[n]);
         self.add_and_norm(m, rows, n > 0, &layer.attn_norm);
         m.wait()?;
-        self.linear(m, &layer.qkv, Product { x: s.normed, out: s.qkv, rows }, watch);
+        self.linear(m, &layer.qkv, self.of_normed(s.qkv, rows), watch);
         m.wait()?;
         self.rotate_and_store(m, step, n, watch);
         m.wait()?;
         self.attend(m, step, n, watch);
         m.wait()?;
-        self.quantise(m, s.attended, self.config.num_heads * self.config.head_dim, rows)?;
-        self.linear(m, &layer.attn_output, Product { x: s.attended, out: s.projected, rows }, watch);
+        if !self.quantises_groups() {
+            self.quantise(m, s.attended, self.config.num_heads * self.config.head_dim, rows)?;
+        }
+        let attended = Product { x: s.attended, quantised: s.quantised, out: s.projected, rows };
+        self.linear(m, &layer.attn_output, attended, watch);
         m.wait()?;
         self.add_and_norm(m, rows, true, &layer.ffn_norm);
         m.wait()?;
         self.gate_and_up(m, layer, rows, watch);
         m.wait()?;
-        self.quantise(m, s.gate, self.config.ffn, rows)?;
-        self.linear(m, &layer.down, Product { x: s.gate, out: s.projected, rows }, watch);
+        let inner = Product { x: s.gate, quantised: s.inner, out: s.projected, rows };
+        self.linear(m, &layer.down, inner, watch);
         Ok(())
     }
 
@@ -201,7 +206,7 @@ impl Decoder {
             Norm { x, weight: weight.as_ptr(), out, len: self.config.hidden, eps: self.config.rms_eps };
         // SAFETY: see the top of the file; rows and weight are padded with zeros to whole vectors.
         unsafe { (self.kernels.norm)(&norm) }
-        self.quantise_row(self.scratch.normed, to, self.config.hidden);
+        self.quantise_part(self.scratch.quantised, to, out, (0, self.config.hidden), self.config.hidden);
     }
 
     /// Quantises the rows of `x`, which the next matrix product takes; ends with a barrier.
@@ -209,17 +214,23 @@ impl Decoder {
         if !self.int8 {
             return Ok(());
         }
-        m.share(rows).for_each(|t| self.quantise_row(x, t, cols));
+        m.share(rows).for_each(|t| self.quantise_part(self.scratch.quantised, t, x.row(t), (0, cols), cols));
         m.wait()
     }
 
-    /// One row. A length that is no multiple of 32 has no quantised weights to meet.
-    fn quantise_row(&self, x: Matrix, t: usize, cols: usize) {
+    /// `x`, which is row `t` from one column to another, whole blocks. A length that is no multiple of 32 has no quantised weights to meet.
+    fn quantise_part(&self, to: Matrix, t: usize, x: *const f32, (from, end): (usize, usize), cols: usize) {
         if self.int8 && cols.is_multiple_of(QUANT_BLOCK) {
-            let out = self.scratch.quantised.row(0).cast::<u8>().wrapping_add(record(t, cols));
-            // SAFETY: see the top of the file; there is room for the records of a step's rows of the largest length.
-            unsafe { (self.kernels.quantise)(&Quantise { x: x.row(t), len: cols, out }) }
+            let out = to.row(0).cast::<u8>().wrapping_add(record(t, from, cols));
+            // SAFETY: see the top of the file; there is room for the records of a step's rows of this length.
+            unsafe { (self.kernels.quantise)(&Quantise { x, len: end - from, out }) }
         }
+    }
+
+    /// Whether what attention gives is quantised by who computed it: the heads of one KV head are whole blocks.
+    fn quantises_groups(&self) -> bool {
+        let c = &self.config;
+        self.int8 && (c.num_heads / c.num_kv_heads * c.head_dim).is_multiple_of(QUANT_BLOCK)
     }
 
     /// A member's column tiles of `out = x * weights`.
@@ -257,13 +268,13 @@ impl Decoder {
     }
 
     fn matmul(&self, m: Member<'_>, weights: &Packed, tiles: Range<usize>, product: Product) {
-        let Product { x, out, rows } = product;
+        let Product { x, quantised, out, rows } = product;
         let scratch = self.scratch.members[m.index()].matmul.row(0);
         if self.int8 && weights.shape().is_quantised() {
             let matmul = Int8Matmul {
                 weights,
                 tiles,
-                x: self.scratch.quantised.row(0).cast_const().cast(),
+                x: quantised.row(0).cast_const().cast(),
                 num_rows: rows,
                 out: out.row(0),
                 out_stride: out.stride(),
@@ -286,19 +297,28 @@ impl Decoder {
         unsafe { (self.kernels.matmul)(&matmul) }
     }
 
-    /// `gate = silu(normed * gate) * (normed * up)`, each member in its own columns.
+    /// `gate = silu(normed * gate) * (normed * up)`, quantised, each member in its own columns, which are whole blocks.
     fn gate_and_up(&self, m: Member<'_>, layer: &LayerWeights, rows: usize, watch: &mut Watch<'_>) {
-        let s = &self.scratch;
-        let tiles = m.share(layer.gate.num_tiles());
-        self.pieces(m, &layer.gate, tiles.clone(), Product { x: s.normed, out: s.gate, rows }, watch);
-        self.pieces(m, &layer.up, tiles.clone(), Product { x: s.normed, out: s.up, rows }, watch);
+        const TILES: usize = QUANT_BLOCK / LANES;
+        let (s, num_tiles, ffn) = (&self.scratch, layer.gate.num_tiles(), self.config.ffn);
+        let blocks = m.share(num_tiles.div_ceil(TILES));
+        let tiles = blocks.start * TILES..num_tiles.min(blocks.end * TILES);
         let (column, len) = (tiles.start * LANES, tiles.len() * LANES);
+        for (weights, out) in [(&layer.gate, s.gate), (&layer.up, s.up)] {
+            self.pieces(m, weights, tiles.clone(), self.of_normed(out, rows), watch);
+        }
         for t in 0..rows {
             let gate = s.gate.row(t).wrapping_add(column);
             let silu = SiluMul { gate, up: s.up.row(t).wrapping_add(column), out: gate, len };
             // SAFETY: see the top of the file; these columns were computed by this member just now.
             unsafe { (self.kernels.silu_mul)(&silu) }
+            self.quantise_part(s.inner, t, gate, (column, column + len), ffn);
         }
+    }
+
+    /// A product of what was normalised.
+    const fn of_normed(&self, out: Matrix, rows: usize) -> Product {
+        Product { x: self.scratch.normed, quantised: self.scratch.quantised, out, rows }
     }
 
     /// Logits of the wanted tokens, some rows at a time, and what is to become of them.
@@ -311,7 +331,7 @@ impl Decoder {
                 self.norm_row(group[i].token, i, &self.weights.output_norm);
             }
             m.wait()?;
-            let product = Product { x: self.scratch.normed, out: self.scratch.logits, rows: group.len() };
+            let product = self.of_normed(self.scratch.logits, group.len());
             self.matmul(m, output, m.share(output.num_tiles()), product);
             m.wait()?;
             for i in m.share(group.len()) {

@@ -64,12 +64,28 @@ pub fn read_bytes_per_s(num_bytes: usize, num_threads: usize) -> Result<f64, Eng
     Ok((share * num_threads) as f64 / best)
 }
 
+/// How far ahead of its turn memory is asked for, as products ask for weights: without it a core reads less than it can.
+const AHEAD: usize = 16 * 1024;
+
+/// Asks for the cache line at `p`; any address is allowed.
+fn prefetch(p: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every x86-64 has the instruction, and it reads nothing that could be seen.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(p.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
+
 /// Eight chains, so that no addition waits for another.
 fn sum(region: &Region) -> u64 {
     // SAFETY: nobody writes to a region that was made for this.
     let (words, _) = unsafe { region.bytes(0, region.len()) }.as_chunks::<64>();
     let mut sums = [0u64; 8];
     for line in words {
+        prefetch(line.as_ptr().wrapping_add(AHEAD));
         let (eights, _) = line.as_chunks::<8>();
         for (sum, &eight) in sums.iter_mut().zip(eights) {
             *sum = sum.wrapping_add(u64::from_le_bytes(eight));

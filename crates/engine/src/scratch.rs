@@ -78,6 +78,8 @@ pub(crate) struct Scratch {
     pub(crate) turns: Matrix,
     /// Row 0 begins the quantised input of the next matrix product, in groups of 16 rows of records.
     pub(crate) quantised: Matrix,
+    /// The same of the feed-forward's inner activations, which are quantised while others still read what they come from.
+    pub(crate) inner: Matrix,
     /// [`LOGIT_ROWS`] x vocabulary.
     pub(crate) logits: Matrix,
     pub(crate) members: Vec<MemberScratch>,
@@ -105,7 +107,8 @@ fn shapes(model: &ModelConfig, config: &CpuEngineConfig) -> Vec<(usize, usize)> 
         (t, stride(model.ffn)),
         (t, stride(model.ffn)),
         (t, stride(model.head_dim)),
-        (1, quantised_floats(model, config)),
+        (1, quantised_floats(model.hidden.max(q), config)),
+        (1, quantised_floats(model.ffn, config)),
         (LOGIT_ROWS, stride(model.vocab)),
     ];
     for _ in 0..config.num_threads {
@@ -115,14 +118,13 @@ fn shapes(model: &ModelConfig, config: &CpuEngineConfig) -> Vec<(usize, usize)> 
     all
 }
 
-/// What the widest matrix's input takes when it is quantised.
-fn quantised_floats(model: &ModelConfig, config: &CpuEngineConfig) -> usize {
+/// What a step's rows of `cols` take when they are quantised.
+fn quantised_floats(cols: usize, config: &CpuEngineConfig) -> usize {
     if config.precision == Precision::F32 {
         return 0;
     }
-    let widest = model.hidden.max(model.num_heads * model.head_dim).max(model.ffn);
     let groups = config.max_step_tokens.max(LOGIT_ROWS).div_ceil(ROW_GROUP);
-    groups * group_bytes(widest.next_multiple_of(QUANT_BLOCK)) / size_of::<f32>()
+    groups * group_bytes(cols.next_multiple_of(QUANT_BLOCK)) / size_of::<f32>()
 }
 
 /// Bytes of scratch, the samplers' included.
@@ -157,6 +159,7 @@ impl Scratch {
             up: take(),
             turns: take(),
             quantised: take(),
+            inner: take(),
             logits: take(),
             members: (0..config.num_threads)
                 .map(|_| MemberScratch {

@@ -15,6 +15,9 @@ pub trait WeightSource {
     /// # Errors
     /// [`ModelError`] if there is none or it can't be read.
     fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError>;
+
+    /// The tensor was packed and is not wanted any more.
+    fn let_go(&self, _name: &str) {}
 }
 
 impl WeightSource for Model {
@@ -28,5 +31,9 @@ impl WeightSource for Model {
 
     fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError> {
         Model::tensor(self, name)
+    }
+
+    fn let_go(&self, name: &str) {
+        Model::let_go(self, name);
     }
 }

@@ -60,6 +60,13 @@ impl Checkpoint {
         self.entries.values().map(|place| place.entry.len as u64).sum()
     }
 
+    pub(crate) fn let_go(&self, name: &str) {
+        let place = self.entries.get(name);
+        if let Some((file, place)) = place.and_then(|place| Some((self.shards.get(place.shard)?, place))) {
+            file.let_go(&place.entry);
+        }
+    }
+
     pub(crate) fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError> {
         let found =
             self.entries.get(name).and_then(|place| Some((self.shards.get(place.shard)?, place.entry)));

@@ -8,7 +8,7 @@ use candle_core::quantized::gguf_file::{Content, TensorInfo};
 use memmap2::Mmap;
 
 use crate::gguf_header::read_header;
-use crate::mapped::map_file;
+use crate::mapped::{let_go, map_file};
 use crate::metadata::Metadata;
 use crate::tensors::{Entry, TensorTable};
 use crate::{ModelError, Tensor, WeightType};
@@ -67,6 +67,12 @@ impl GgufFile {
             kind: entry.kind,
             data: Cow::Borrowed(data),
         })
+    }
+
+    pub(crate) fn let_go(&self, name: &str) {
+        if let Some(entry) = self.entries.get(name) {
+            let_go(&self.map, entry);
+        }
     }
 }
 

@@ -122,6 +122,15 @@ impl Model {
         Ok(if is_vector(name) { tensor.widened() } else { tensor })
     }
 
+    /// A tensor that was copied elsewhere: what of its file is in memory for its sake may go. It can still be read.
+    pub fn let_go(&self, name: &str) {
+        match &self.weights {
+            Weights::Gguf(file) => file.let_go(name),
+            Weights::Folder(checkpoint) => checkpoint.let_go(name),
+            Weights::Tiny(_) => {}
+        }
+    }
+
     /// Whether there is a tensor of this name.
     pub fn has_tensor(&self, name: &str) -> bool {
         match &self.weights {

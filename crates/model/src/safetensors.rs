@@ -11,7 +11,7 @@ use memmap2::Mmap;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, IgnoredAny, MapAccess, Visitor};
 
-use crate::mapped::map_file;
+use crate::mapped::{let_go, map_file};
 use crate::tensors::Entry;
 use crate::{ModelError, WeightType};
 
@@ -65,6 +65,11 @@ impl SafetensorsFile {
         entry
             .bytes(&self.map)
             .ok_or_else(|| ModelError::corrupt(&self.path, "a tensor lies outside the file"))
+    }
+
+    /// Of one of this file's entries.
+    pub(crate) fn let_go(&self, entry: &Entry) {
+        let_go(&self.map, entry);
     }
 }
 

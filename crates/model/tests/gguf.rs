@@ -81,6 +81,20 @@ fn mapped_tensors_are_the_files_bytes() {
 }
 
 #[test]
+fn what_was_let_go_reads_the_same() {
+    let model = open(&Gguf::llama()).unwrap();
+    for name in ["token_embd.weight", "blk.0.ffn_down.weight", "output_norm.weight"] {
+        let tensor = model.tensor(name).unwrap();
+        let before = tensor.data.to_vec();
+        model.let_go(name);
+        // Both who has the slice already and who asks again.
+        assert_eq!(*tensor.data, before, "{name}");
+        assert_eq!(*model.tensor(name).unwrap().data, before, "{name}");
+    }
+    model.let_go("no.such.tensor");
+}
+
+#[test]
 fn a_mapped_file_may_be_replaced_or_removed() {
     let folder = tempfile::tempdir().unwrap();
     let file = Gguf::llama();

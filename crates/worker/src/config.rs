@@ -107,9 +107,9 @@ pub struct WorkerConfig {
           value_parser = ["auto", "grpc", "shm"])]
     pub kv_transport: String,
 
-    /// CPU kernels: auto, avx512, avx2 or portable
+    /// CPU kernels: auto, amx, avx512, avx2 or portable
     #[arg(long, env = "BATON_ISA", value_name = "NAME", default_value = "auto",
-          value_parser = ["auto", "avx512", "avx2", "portable"])]
+          value_parser = ["auto", "amx", "avx512", "avx2", "portable"])]
     pub isa: String,
 
     /// Time that running requests get to end after SIGTERM, in seconds, 0 to 3600

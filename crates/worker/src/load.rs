@@ -135,11 +135,12 @@ impl WorkerConfig {
         };
         let isa = match self.isa.as_str() {
             "auto" => None,
+            "amx" => Some(Isa::Amx),
             "avx512" => Some(Isa::Avx512),
             "avx2" => Some(Isa::Avx2),
             "portable" => Some(Isa::Portable),
             other => {
-                let reason = format!("'{other}' is none of auto, avx512, avx2 and portable");
+                let reason = format!("'{other}' is none of auto, amx, avx512, avx2 and portable");
                 return Err(WorkerError::config("--isa", reason));
             }
         };

@@ -128,13 +128,13 @@ impl Decoder {
     pub(super) fn attend(&self, m: Member<'_>, step: Step<'_>, layer: usize, watch: &mut Watch<'_>) {
         let (c, layout) = (&self.config, self.arena.layout());
         let group = c.num_heads / c.num_kv_heads;
-        let units = &step.batch.units;
         let (q, out) = (self.scratch.qkv, self.scratch.attended);
-        for pair in step.batch.attention_share(m.index(), m.count(), c.num_kv_heads) {
-            if watch.leaves() {
-                return;
-            }
-            let (kv_head, unit) = (pair / units.len(), &units[pair % units.len()]);
+        let mut share = step.batch.attention_share(m.index(), m.count(), c.num_kv_heads);
+        while !share.is_empty() && !watch.leaves() {
+            let (kv_head, unit) = step.batch.pair(share.start, c.num_kv_heads);
+            let num_heads = step.batch.together(share.clone(), c.num_kv_heads, group);
+            share.start += num_heads;
+            let next = (!share.is_empty()).then(|| step.batch.pair(share.start, c.num_kv_heads));
             let column = kv_head * group * c.head_dim;
             let attend = Attend {
                 q: q.row(unit.first_token).wrapping_add(column),
@@ -146,9 +146,11 @@ impl Decoder {
                 group,
                 head_dim: c.head_dim,
                 kv_head,
+                num_heads,
                 num_kv_heads: c.num_kv_heads,
                 block_size: layout.block_size,
                 blocks: &step.plan.blocks[unit.blocks.clone()],
+                next: next.map(|(kv_head, unit)| (kv_head, &step.plan.blocks[unit.blocks.clone()])),
                 layer: self.arena.layer(layer),
                 block_bytes: layout.block_layer_bytes(),
                 scale: 1.0 / (c.head_dim as f32).sqrt(),
@@ -157,6 +159,13 @@ impl Decoder {
             // SAFETY: see the top of `decoder`; the plan was checked, so the table covers the unit's positions and its
             // blocks lie in the arena; this step's K and V were written before the last barrier.
             unsafe { self.kernels.attend(layout.dtype)(&attend) }
+            if self.quantises_groups() {
+                let (width, cols) = (num_heads * group * c.head_dim, c.num_heads * c.head_dim);
+                for t in unit.first_token..unit.first_token + unit.num_tokens {
+                    let x = out.row(t).wrapping_add(column);
+                    self.quantise_part(self.scratch.quantised, t, x, (column, column + width), cols);
+                }
+            }
         }
     }
 }

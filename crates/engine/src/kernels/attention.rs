@@ -21,7 +21,7 @@ pub(crate) const SCRATCH_FLOATS: usize = WIDE_AT + WIDE_FLOATS;
 /// Where the scratch has room for K or V as f32.
 const WIDE_AT: usize = MAX_QUERIES * (2 * MAX_HEAD_DIM + TILE_TOKENS);
 
-/// Some consecutive rows of one sequence, over the query heads of one KV head.
+/// Some consecutive rows of one sequence, over the query heads of one KV head, or one row over those of several.
 ///
 /// A block of one layer is `[K][V]`, K being `[kv head][element][token]` and V `[kv head][token][element]`; where elements have
 /// scales, each is followed by a byte a row, `[kv head][token]`.
@@ -42,14 +42,19 @@ pub(crate) struct Attend<'a> {
     pub(crate) group: usize,
     /// Elements of a head: a multiple of 16, at most 256.
     pub(crate) head_dim: usize,
-    /// Which KV head.
+    /// Which KV head, the first one if there are several.
     pub(crate) kv_head: usize,
+    /// KV heads that are gone through tile by tile, since they lie side by side in each block. More than one only with one row, and
+    /// with no more query heads than [`MAX_QUERIES`].
+    pub(crate) num_heads: usize,
     /// KV heads of a block.
     pub(crate) num_kv_heads: usize,
     /// Tokens of a block: 16, 32, 64, 128 or 256.
     pub(crate) block_size: usize,
     /// The sequence's block table.
     pub(crate) blocks: &'a [u32],
+    /// What this member attends to after this: a KV head, and the block table of a sequence.
+    pub(crate) next: Option<(usize, &'a [u32])>,
     /// Block 0 of this layer.
     pub(crate) layer: *const u8,
     /// Bytes of a block in one layer.
@@ -77,12 +82,37 @@ pub(super) struct Queries {
     pub(super) wide: *mut f32,
 }
 
+impl Queries {
+    /// Some of them, for what looks at queries, scores and sums alone.
+    ///
+    /// # Safety
+    /// They are among these.
+    #[inline(always)]
+    unsafe fn of(&self, first: usize, num: usize) -> Queries {
+        let mut limits = [0; MAX_QUERIES];
+        limits[..num].copy_from_slice(&self.limits[first..first + num]);
+        // SAFETY: each array has room for all queries.
+        unsafe {
+            Queries {
+                num,
+                limits,
+                largest: self.largest,
+                sum: self.sum,
+                q: self.q.add(first * MAX_HEAD_DIM),
+                scores: self.scores.add(first * TILE_TOKENS),
+                acc: self.acc.add(first * MAX_HEAD_DIM),
+                wide: self.wide,
+            }
+        }
+    }
+}
+
 /// # Safety
 /// The CPU has `S`; the pointers of `a` cover what their fields say, the table covers the last row's position, and
 /// the blocks hold elements of type `E` that nobody writes meanwhile.
 #[inline(always)]
 pub(super) unsafe fn run<S: Simd, E: Element>(a: &Attend<'_>) {
-    let total = a.num_rows * a.group;
+    let total = a.num_rows * a.num_heads * a.group;
     let mut first = 0;
     while first < total {
         let num = MAX_QUERIES.min(total - first);
@@ -96,7 +126,10 @@ pub(super) unsafe fn run<S: Simd, E: Element>(a: &Attend<'_>) {
 /// As [`run`], for `num` queries from the `first`, counted row by row.
 #[inline(always)]
 unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize) {
-    let place = |i: usize| ((first + i) / a.group, (first + i) % a.group * a.head_dim);
+    let width = a.num_heads * a.group;
+    let place = |i: usize| ((first + i) / width, (first + i) % width * a.head_dim);
+    // Of each KV head.
+    let num_queries = if a.num_heads == 1 { num } else { a.group };
     // SAFETY: the scratch has room for three arrays of 12 x 256 and the wide elements; row and head of each query lie within q and out.
     unsafe {
         let mut qs = Queries {
@@ -121,15 +154,18 @@ unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize)
             }
         }
         for start in (0..context).step_by(TILE_TOKENS) {
-            let tile = Tile::<E>::of(a, start, context);
-            scores::<S, E>(a, &tile, &qs, (context - start).min(TILE_TOKENS));
-            for i in 0..num {
-                softmax::<S>(&mut qs, i, start, a.head_dim);
-                if E::SCALED {
-                    weigh::<S, E>(&tile, &qs, i);
+            for head in 0..a.num_heads {
+                let tile = Tile::<E>::of(a, start, context, head);
+                let of_head = qs.of(head * num_queries, num_queries);
+                scores::<S, E>(a, &tile, &of_head, (context - start).min(TILE_TOKENS));
+                for i in head * num_queries..(head + 1) * num_queries {
+                    softmax::<S>(&mut qs, i, start, a.head_dim);
+                    if E::SCALED {
+                        weigh::<S, E>(&tile, &qs, i);
+                    }
                 }
+                values::<S, E>(a, &tile, &of_head);
             }
-            values::<S, E>(a, &tile, &qs);
         }
         for i in 0..num {
             let (row, head) = place(i);

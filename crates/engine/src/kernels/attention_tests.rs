@@ -107,9 +107,12 @@ impl Cache {
             group,
             head_dim: l.head_dim,
             kv_head,
+            num_heads: 1,
             num_kv_heads: l.num_kv_heads,
             block_size: l.block_size,
             blocks: &self.blocks,
+            // Beyond all blocks: asking early for what is not there changes nothing.
+            next: Some((kv_head + 1, &[0, 1, u32::MAX])),
             layer: self.bytes.as_ptr(),
             block_bytes: l.block_bytes(),
             scale: 1.0 / (l.head_dim as f32).sqrt(),

@@ -88,8 +88,8 @@ impl Simd for Avx2 {
     /// Of 32 lanes of 16 bits each.
     type Dots = IntPair;
     const MAX_ROWS: usize = 6;
+    const VECTORS: usize = 8;
     const MAX_ACCUMULATORS: usize = 6;
-    const MAX_SQUARE: usize = 5;
     const MAX_QUANT_ROWS: usize = 4;
     const NIBBLE_DOTS: bool = true;
 

@@ -18,8 +18,8 @@ pub(crate) fn detected() -> bool {
 }
 
 /// Whether it has the integer dot product that [`Avx512`]'s integer kernels use.
-fn vnni_detected() -> bool {
-    is_x86_feature_detected!("avx512vnni")
+pub(super) fn vnni_detected() -> bool {
+    detected() && is_x86_feature_detected!("avx512vnni")
 }
 
 /// The kernels of this instruction set; AVX2's integer kernel, which gives the same bits, where there is no VNNI.
@@ -47,8 +47,8 @@ impl Simd for Avx512 {
     type I = __m512i;
     type Dots = __m512i;
     const MAX_ROWS: usize = 12;
+    const VECTORS: usize = 32;
     const MAX_ACCUMULATORS: usize = 24;
-    const MAX_SQUARE: usize = 24;
     const MAX_QUANT_ROWS: usize = 12;
     const NIBBLE_DOTS: bool = false;
 

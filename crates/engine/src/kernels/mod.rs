@@ -4,6 +4,8 @@
 //! a number is one chain of operations in one order, whatever other rows are computed with it; a lane never depends
 //! on its neighbours; reductions over a row have a fixed tree; attention tiles sit on absolute positions.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod attention;
 #[cfg(test)]
 mod attention_tests;
@@ -30,7 +32,7 @@ pub(crate) use attention::{
     Attend, MAX_HEAD_DIM, MAX_QUERIES, SCRATCH_FLOATS as ATTEND_SCRATCH_FLOATS, TILE_TOKENS,
 };
 pub(crate) use element::StoreRow;
-pub(crate) use int8::{Int8Matmul, SCRATCH_FLOATS as INT8_SCRATCH_FLOATS};
+pub(crate) use int8::Int8Matmul;
 pub(crate) use matmul::{Matmul, SCRATCH_FLOATS as MATMUL_SCRATCH_FLOATS};
 pub(crate) use peak::Peak;
 pub(crate) use quantise::{Quantise, ROW_GROUP, group_bytes, record};
@@ -39,9 +41,21 @@ pub(crate) use simd::LANES;
 
 use baton_kv::KvDtype;
 
+/// Floats that [`Int8Matmul::scratch`] must have, whichever instruction set it is.
+pub(crate) const INT8_SCRATCH_FLOATS: usize = {
+    #[cfg(target_arch = "x86_64")]
+    let most =
+        if amx::SCRATCH_FLOATS > int8::SCRATCH_FLOATS { amx::SCRATCH_FLOATS } else { int8::SCRATCH_FLOATS };
+    #[cfg(not(target_arch = "x86_64"))]
+    let most = int8::SCRATCH_FLOATS;
+    most
+};
+
 /// Which instruction set the kernels use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
+    /// AVX-512 with VNNI, and AMX (TILE, INT8) for integer products, x86-64 on Linux.
+    Amx,
     /// AVX-512 (F, BW, DQ, VL), x86-64.
     Avx512,
     /// AVX2 with FMA and F16C, x86-64.
@@ -56,6 +70,9 @@ impl Isa {
         let mut found = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
+            if amx::detected() {
+                found.push(Isa::Amx);
+            }
             if avx512::detected() {
                 found.push(Isa::Avx512);
             }
@@ -70,6 +87,7 @@ impl Isa {
     /// The name used on the command line.
     pub const fn name(self) -> &'static str {
         match self {
+            Isa::Amx => "amx",
             Isa::Avx512 => "avx512",
             Isa::Avx2 => "avx2",
             Isa::Portable => "portable",
@@ -110,6 +128,8 @@ impl Kernels {
             return None;
         }
         Some(match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => &amx::TABLE,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => avx512::table(),
             #[cfg(target_arch = "x86_64")]

@@ -11,7 +11,7 @@ const IN_A_ROW: usize = 8;
 
 /// How long to go on.
 pub(crate) struct Peak {
-    /// Dot products of 16 lanes; a multiple of 64.
+    /// Dot products of 16 lanes; a multiple of 128.
     pub(crate) num_dots: usize,
 }
 

@@ -56,8 +56,8 @@ impl Simd for Portable {
     type I = [u32; LANES];
     type Dots = [u32; LANES];
     const MAX_ROWS: usize = 4;
+    const VECTORS: usize = 8;
     const MAX_ACCUMULATORS: usize = 4;
-    const MAX_SQUARE: usize = 4;
     const MAX_QUANT_ROWS: usize = 1;
     const NIBBLE_DOTS: bool = false;
 

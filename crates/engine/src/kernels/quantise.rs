@@ -26,12 +26,12 @@ pub(crate) const fn group_bytes(cols: usize) -> usize {
     cols / QUANT_BLOCK * BLOCK_STRIDE
 }
 
-/// Byte of row `row`'s first record.
-pub(crate) const fn record(row: usize, cols: usize) -> usize {
-    row / ROW_GROUP * group_bytes(cols) + row % ROW_GROUP * RECORD
+/// Byte of row `row`'s record of the block that begins with column `col`.
+pub(crate) const fn record(row: usize, col: usize, cols: usize) -> usize {
+    row / ROW_GROUP * group_bytes(cols) + col / QUANT_BLOCK * BLOCK_STRIDE + row % ROW_GROUP * RECORD
 }
 
-/// One row: each 32 elements become `q = round(x / scale)`, ties to even, with `scale = largest / 127`.
+/// A row, or some blocks of it: each 32 elements become `q = round(x / scale)`, ties to even, with `scale = largest / 127`.
 ///
 /// What is not finite makes the scale NaN.
 pub(crate) struct Quantise {
@@ -39,7 +39,7 @@ pub(crate) struct Quantise {
     pub(crate) x: *const f32,
     /// Elements, a multiple of 32.
     pub(crate) len: usize,
-    /// First record of the row; the next one lies [`BLOCK_STRIDE`] bytes on.
+    /// First record; the next one lies [`BLOCK_STRIDE`] bytes on.
     pub(crate) out: *mut u8,
 }
 

@@ -26,10 +26,10 @@ pub(crate) trait Simd: Copy {
 
     /// Most rows of a matrix product in registers together: 12, 6 or 4.
     const MAX_ROWS: usize;
+    /// Vectors that fit in registers at all.
+    const VECTORS: usize;
     /// Vectors that fit in registers as sums, with a few left for operands.
     const MAX_ACCUMULATORS: usize;
-    /// The same with as many operands on either side, which leaves less room for sums.
-    const MAX_SQUARE: usize;
     /// Most rows of an integer matrix product in registers together: 12, 4 or 1.
     const MAX_QUANT_ROWS: usize;
     /// Whether dot products take no bytes above 15, so that a byte's nibbles are multiplied one after the other.

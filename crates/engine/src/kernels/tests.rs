@@ -217,7 +217,7 @@ fn norm_and_silu_are_their_formulas() {
 
 #[test]
 fn an_instruction_set_that_is_not_there_has_no_table() {
-    for isa in [Isa::Avx512, Isa::Avx2, Isa::Portable] {
+    for isa in [Isa::Amx, Isa::Avx512, Isa::Avx2, Isa::Portable] {
         assert_eq!(Kernels::of(isa).is_some(), Isa::available().contains(&isa));
     }
     assert!(Isa::available().contains(&Isa::Portable));

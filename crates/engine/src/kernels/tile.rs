@@ -28,35 +28,50 @@ pub(super) struct Tile<E> {
 }
 
 impl<E: Element> Tile<E> {
-    /// Finds a tile's blocks, and with one row those of the next: its bytes come from far and are wanted once only,
-    /// while rows of a prompt find them in the caches.
+    /// Finds a tile's blocks of the `nth` head, and with one row the K that is wanted next: of the next head, or of the first one in
+    /// the next tile, which may be another sequence's. Its bytes come from far and are wanted once only, while rows of a prompt
+    /// find them in the caches.
     ///
     /// # Safety
     /// As [`super::attention::run`].
     #[inline(always)]
-    pub(super) unsafe fn of(a: &Attend<'_>, start: usize, context: usize) -> Tile<E> {
+    pub(super) unsafe fn of(a: &Attend<'_>, start: usize, context: usize, nth: usize) -> Tile<E> {
         let head = a.head_dim * a.block_size;
-        let scales = a.num_kv_heads * head * size_of::<E>() + a.kv_head * a.block_size;
+        let kv_head = a.kv_head + nth;
+        let scales = a.num_kv_heads * head * size_of::<E>() + kv_head * a.block_size;
         let mut tile = Tile { start, k_stride: a.block_size, ..Tile::nothing() };
         let (shift, mask) = (a.block_size.trailing_zeros(), a.block_size - 1);
-        for n in 0..(context - start).div_ceil(LANES).min(2 * TILE_CHUNKS) {
+        for n in 0..(context - start).div_ceil(LANES).min(TILE_CHUNKS) {
             let token = start + n * LANES;
             let (block, slot) = (a.blocks[token >> shift] as usize, token & mask);
             // SAFETY: by contract the block lies in the layer; K and V are half of it each, `num_kv_heads` heads and their scales.
             unsafe {
                 let k_half = a.layer.add(block * a.block_bytes);
                 let v_half = k_half.add(a.block_bytes / 2);
-                let k = k_half.cast::<E>().add(a.kv_head * head);
-                if n < TILE_CHUNKS {
-                    tile.k[n] = k.add(slot);
-                    tile.v[n] = v_half.cast::<E>().add(a.kv_head * head + slot * a.head_dim);
-                    if E::SCALED {
-                        tile.k_scales[n] = k_half.add(scales + slot);
-                        tile.v_scales[n] = v_half.add(scales + slot);
-                    }
-                } else if a.num_rows == 1 {
-                    tile.next_k[n - TILE_CHUNKS] = k.add(slot * a.head_dim);
+                tile.k[n] = k_half.cast::<E>().add(kv_head * head + slot);
+                tile.v[n] = v_half.cast::<E>().add(kv_head * head + slot * a.head_dim);
+                if E::SCALED {
+                    tile.k_scales[n] = k_half.add(scales + slot);
+                    tile.v_scales[n] = v_half.add(scales + slot);
                 }
+            }
+        }
+        let next = if a.num_rows > 1 {
+            None
+        } else if nth + 1 < a.num_heads {
+            Some((kv_head + 1, start, a.blocks))
+        } else if start + TILE_TOKENS < context {
+            Some((a.kv_head, start + TILE_TOKENS, a.blocks))
+        } else {
+            a.next.map(|(kv_head, blocks)| (kv_head, 0, blocks))
+        };
+        if let Some((kv_head, start, blocks)) = next {
+            for (n, next_k) in tile.next_k.iter_mut().enumerate() {
+                let token = start + n * LANES;
+                let Some(&block) = blocks.get(token >> shift) else { break };
+                // No more than an address: it is asked for and not read. As many bytes as the run has, if it is not this run.
+                let k = a.layer.wrapping_add(block as usize * a.block_bytes).cast::<E>();
+                *next_k = k.wrapping_add(kv_head * head + (token & mask) * a.head_dim);
             }
         }
         tile
@@ -149,18 +164,23 @@ macro_rules! pieces {
         }
     )*};
     (@width $s:ident, $e:ty, $first:ident, $at:ident, $end:expr, $q:literal, $kernel:ident($($arg:expr),*), $w:literal) => {
-        while const { $w == 1 || $q * $w <= $s::MAX_SQUARE } && $end - $at >= $w {
+        while const { $w == 1 || $q * $w <= $s::MAX_ACCUMULATORS } && $end - $at >= $w {
             $kernel::<$s, $e, $q, $w>($($arg,)* $first, $at);
             $at += $w;
         }
     };
 }
 
-/// `$sums[i][n] += $factor * $vector`, keeping the fewer of the two kinds of operand in registers. No function over closures: those are
-/// not compiled for the instruction set.
+/// Whether so many factors fit in registers beside a vector and all sums; a factor takes half a vector's place where that is a pair.
+const fn keeps_factors<S: Simd>(queries: usize, vectors: usize) -> bool {
+    queries <= 2 * vectors && queries * vectors + queries.div_ceil(2) < S::VECTORS
+}
+
+/// `$sums[i][n] += $factor * $vector`, keeping the fewer of the two kinds of operand in registers, or a vector at a time. No function
+/// over closures: those are not compiled for the instruction set.
 macro_rules! products {
     ($s:ident, $q:ident, $n:ident, $sums:ident, |$i:ident| $factor:expr, |$v:ident| $vector:expr) => {
-        if $q <= 2 * $n {
+        if const { keeps_factors::<$s>($q, $n) } {
             let mut factors = [$s::zero(); $q];
             for ($i, factor) in factors.iter_mut().enumerate() {
                 *factor = $factor;
@@ -169,6 +189,13 @@ macro_rules! products {
                 let vector = $vector;
                 for (sums, &factor) in $sums.iter_mut().zip(&factors) {
                     sums[$v] = $s::fma(factor, vector, sums[$v]);
+                }
+            }
+        } else if const { $q <= 2 * $n } {
+            for $v in 0..$n {
+                let vector = $vector;
+                for ($i, sums) in $sums.iter_mut().enumerate() {
+                    sums[$v] = $s::fma($factor, vector, sums[$v]);
                 }
             }
         } else {

@@ -183,6 +183,8 @@ impl Loader<'_> {
             true => Packed::write_tiles(&tensor, out),
             false => write_quantised(&tensor, out)?,
         }
+        // Else a model is in memory twice at the end, as it is stored and as it is packed.
+        self.source.let_go(name);
         let packed = Packed::in_region(shape, rows, Arc::clone(&self.region), self.offset);
         self.offset += len.next_multiple_of(ALIGN);
         Ok(packed)
