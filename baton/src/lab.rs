@@ -62,7 +62,8 @@ pub(crate) fn run(options: &LabOptions) -> Result<(), Failure> {
     };
     let mut reports = Vec::with_capacity(chosen.len());
     for (nth, one) in chosen.into_iter().enumerate() {
-        let report = one.run().map_err(|error| Failure::Unexpected(format!("lab {}: {error}", one.name())))?;
+        let report =
+            one.run().map_err(|error| Failure::Unexpected(format!("lab {}: {error}", one.name())))?;
         if !options.json {
             // Each is shown when it is there; all of them take seconds.
             let rule = if nth > 0 { format!("\n{}\n\n", "=".repeat(110)) } else { String::new() };
@@ -71,15 +72,17 @@ pub(crate) fn run(options: &LabOptions) -> Result<(), Failure> {
         reports.push(report);
     }
     if let Some(path) = &options.html {
-        std::fs::write(path, baton_lab::html(&reports))
-            .map_err(|error| Failure::Usage(format!("--html: {} can't be written: {error}", path.display())))?;
+        std::fs::write(path, baton_lab::html(&reports)).map_err(|error| {
+            Failure::Usage(format!("--html: {} can't be written: {error}", path.display()))
+        })?;
         eprintln!("wrote {}", path.display());
     }
     if options.json { print(&as_json(options, &reports)?) } else { Ok(()) }
 }
 
 fn names_as_json() -> Result<String, Failure> {
-    let names = Demonstration::ALL.map(|one| serde_json::json!({"name": one.name(), "summary": one.summary()}));
+    let names =
+        Demonstration::ALL.map(|one| serde_json::json!({"name": one.name(), "summary": one.summary()}));
     to_json(&names)
 }
 

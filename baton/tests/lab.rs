@@ -21,13 +21,14 @@ fn stdout(output: &Output) -> String {
 #[test]
 fn without_a_name_the_demonstrations_are_listed_in_order() {
     let listed = stdout(&lab(&[]));
-    let names: Vec<&str> = listed
-        .lines()
-        .filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next())
-        .collect();
+    let names: Vec<&str> =
+        listed.lines().filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next()).collect();
     assert_eq!(names, NAMES);
     let listed: serde_json::Value = serde_json::from_str(&stdout(&lab(&["--json"]))).unwrap();
-    assert_eq!(listed.as_array().unwrap().iter().map(|one| one["name"].as_str().unwrap()).collect::<Vec<_>>(), NAMES);
+    assert_eq!(
+        listed.as_array().unwrap().iter().map(|one| one["name"].as_str().unwrap()).collect::<Vec<_>>(),
+        NAMES
+    );
 }
 
 #[test]
