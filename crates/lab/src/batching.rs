@@ -173,10 +173,10 @@ fn many_replies(report: &mut Report) -> Result<(), LabError> {
     let eighths = continuous.chunks(continuous.len().div_ceil(8)).map(|busy| 100.0 - idle(busy)).collect();
     let bars = |name: &str, values| Bars { name: name.to_owned(), values };
     report.plot(
-        "Occupancy of the eight static batches, and of the continuous one by eighths of its steps",
+        "Occupancy by batch; of the continuous one, by eighths of its steps",
         (Axis::of("batch", ""), Axis::of("occupancy", "%")),
         Marks::Bars {
-            categories: (1..=8).map(|nth| nth.to_string()).collect(),
+            categories: (1..=8).map(|nth| format!("batch {nth}")).collect(),
             series: vec![
                 bars("static", replies.chunks(SLOTS).map(occupancy).collect()),
                 bars("continuous", eighths),

@@ -17,17 +17,18 @@ const STYLE: &str = "\
 body{margin:0 auto;max-width:1160px;padding:20px 16px 40px;background:var(--back);color:var(--text);\
 font:15px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}\
 h1{font-size:1.5rem;margin:0 0 4px}h2{font-size:1.2rem;margin:0 0 4px}h3{font-size:.95rem;margin:0 0 6px}\
-p{margin:6px 0;max-width:78ch}.quiet,caption,th{color:var(--quiet)}a{color:var(--c1)}\
-nav a{margin-right:14px;white-space:nowrap}code{font-size:.9em}\
+p{margin:6px 0;max-width:78ch}.quiet,th{color:var(--quiet)}a{color:var(--c1)}\
+nav{display:flex;flex-wrap:wrap;gap:2px 14px}code{font-size:.9em}\
 section{border-top:1px solid var(--rule);margin-top:28px;padding-top:20px}\
 .wide{overflow-x:auto;margin:14px 0}\
 table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}\
-caption{text-align:left;padding-bottom:4px}\
+h3.above{margin:18px 0 -8px}\
 th,td{padding:3px 12px 3px 0;text-align:left;border-bottom:1px solid var(--rule);white-space:nowrap}\
 th{font-weight:600;vertical-align:bottom}th.right,td.right{text-align:right}\
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,360px),1fr));gap:14px;align-items:start}\
 figure{margin:0;padding:12px;background:var(--card);border:1px solid var(--rule);border-radius:6px;max-width:560px}\
-svg{display:block;width:100%;height:auto}svg text{fill:var(--text);font-size:12px}\
+svg{display:block;width:100%;height:auto}\
+svg text{fill:var(--text);font-size:12px;paint-order:stroke;stroke:var(--card);stroke-width:3px;stroke-linejoin:round}\
 svg text.tick,svg text.axis{fill:var(--quiet)}svg text.tick{font-size:11px}\
 .grid{stroke:var(--rule);stroke-width:1}\
 .fill1{fill:var(--c1)}.fill2{fill:var(--c2)}.fill3{fill:var(--c3)}.fill4{fill:var(--c4)}\
@@ -131,8 +132,11 @@ fn slot_legend(slots: &Slots) -> String {
 }
 
 fn add_table(out: &mut String, table: &Table) {
-    let _ =
-        write!(out, "<div class=\"wide\"><table><caption>{}</caption><thead><tr>", escape(&table.caption));
+    let _ = write!(
+        out,
+        "<h3 class=\"above\">{}</h3><div class=\"wide\"><table><thead><tr>",
+        escape(&table.caption)
+    );
     let class = |nth| if is_numeric(table, nth) { " class=\"right\"" } else { "" };
     for (nth, column) in table.columns.iter().enumerate() {
         let unit =

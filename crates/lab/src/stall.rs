@@ -4,9 +4,9 @@ use baton_timing::StepWork;
 
 use crate::device::{bytes, macs, seconds};
 use crate::random::Random;
-use crate::report::{Axis, Line, Marks, Report};
+use crate::report::{Axis, Bars, Line, Marks, Report};
 use crate::serving::{Ask, Serving, ServingConfig, Step};
-use crate::transfer::{self, Link};
+use crate::transfer::{self, Link, Sent};
 use crate::{Cell, Demonstration, LabError, ratios};
 
 const WHAT: &str = "stall";
@@ -15,6 +15,9 @@ const NUM_REPLIES: u64 = 32;
 const CONTEXT: usize = 512;
 pub(crate) const PROMPT: usize = 2_048;
 const PROMPT_ID: u64 = 99;
+/// How the prompt is cut.
+const CHUNKS: [(&str, usize); 4] =
+    [("whole prompt", PROMPT), ("chunks of 512", 512), ("chunks of 256", 256), ("chunks of 128", 128)];
 /// Steps that the plot shows, the one before the prompt included.
 const PLOTTED: usize = 24;
 
@@ -166,9 +169,7 @@ fn pricing(report: &mut Report) -> Result<(), LabError> {
         vec![Cell::Real(calm.engine, 2)],
     ];
     let mut rows = vec![calm_row.concat()];
-    for (name, chunk) in
-        [("whole prompt", PROMPT), ("chunks of 512", 512), ("chunks of 256", 256), ("chunks of 128", 128)]
-    {
+    for (name, chunk) in CHUNKS {
         rows.push(row(name, chunk, num_steps(chunk).into())?);
     }
     report.table(
@@ -192,18 +193,18 @@ fn pricing(report: &mut Report) -> Result<(), LabError> {
 }
 
 fn transfers(report: &mut Report) -> Result<(), LabError> {
-    let row = |gbps: f64| -> Result<Vec<Cell>, LabError> {
-        let sent = transfer::send_prompt(Link { gbps })?;
+    let sent = transfer::LINKS.map(|gbps| transfer::send_prompt(Link { gbps }));
+    let sent: Vec<Sent> = sent.into_iter().collect::<Result<_, LabError>>()?;
+    let row = |(gbps, sent): (&f64, &Sent)| {
         let ms = |seconds: f64| Cell::Real(seconds * 1e3, 0);
-        Ok(vec![
-            Cell::Real(gbps, 0),
+        vec![
+            Cell::Real(*gbps, 0),
             ms(sent.wire_s),
             ms(sent.exposed_at_end_s()),
             ms(sent.hidden_s()),
             Cell::Real(sent.exposed_s() * 1e3, 1),
-        ])
+        ]
     };
-    let rows = transfer::LINKS.into_iter().map(row).collect::<Result<_, LabError>>()?;
     report.table(
         "What moving the prompt elsewhere adds: its 1 GiB of KV at 90 % of a link; Baton sends each layer when it is computed",
         &[
@@ -213,7 +214,51 @@ fn transfers(report: &mut Report) -> Result<(), LabError> {
             ("hidden by layers", "ms"),
             ("exposed by layers", "ms"),
         ],
-        rows,
+        transfer::LINKS.iter().zip(&sent).map(row).collect(),
+    );
+    let bars = |name: &str, of: fn(&Sent) -> f64| Bars {
+        name: name.to_owned(),
+        values: sent.iter().map(|sent| of(sent) * 1e3).collect(),
+    };
+    report.plot(
+        "What a decode worker waits for the KV of a prompt, after it is computed",
+        (Axis::of("link", ""), Axis::of("exposed transfer", "ms")),
+        Marks::Bars {
+            categories: transfer::LINKS.iter().map(|gbps| format!("{gbps} Gb/s")).collect(),
+            series: vec![bars("sent at the end", Sent::exposed_at_end_s), bars("by layers", Sent::exposed_s)],
+        },
+    );
+    Ok(())
+}
+
+/// The gaps by step, and the first of them both ways of counting.
+fn plots(report: &mut Report) -> Result<(), LabError> {
+    let mut series = Vec::new();
+    for (name, chunk) in [CHUNKS[0], CHUNKS[1], CHUNKS[3]] {
+        let points = (0..).zip(gaps(chunk)?).map(|(step, gap)| (f64::from(step), gap)).collect();
+        series.push(Line { name: name.to_owned(), points });
+    }
+    report.plot(
+        "Gap between two tokens of a reply; the prompt arrives before step 1 (fused)",
+        (Axis::of("step", ""), Axis::of("gap", "ms")),
+        Marks::Lines { series },
+    );
+    let prices = CHUNKS.map(|(_, chunk)| Ok(prices(&first_chunk(chunk)?)));
+    let prices: Vec<Prices> = prices.into_iter().collect::<Result<_, LabError>>()?;
+    let bars = |name: &str, of: fn(&Prices) -> f64| Bars {
+        name: name.to_owned(),
+        values: prices.iter().map(of).collect(),
+    };
+    report.plot(
+        "The same gap, counted as separate passes and as one",
+        (Axis::of("the prompt comes as", ""), Axis::of("gap", "ms")),
+        Marks::Bars {
+            categories: CHUNKS.map(|(name, _)| name.to_owned()).to_vec(),
+            series: vec![
+                bars("separate passes", |prices| prices.separate),
+                bars("fused step", |prices| prices.fused),
+            ],
+        },
     );
     Ok(())
 }
@@ -227,21 +272,9 @@ pub(crate) fn report() -> Result<Report, LabError> {
          arithmetic and reading.",
     );
     pricing(&mut report)?;
+    plots(&mut report)?;
     transfers(&mut report)?;
     ratios::add(&mut report)?;
-    let line = |name: &str, gaps: Vec<f64>| Line {
-        name: name.to_owned(),
-        points: (0..).zip(gaps).map(|(step, gap)| (f64::from(step), gap)).collect(),
-    };
-    let mut series = Vec::new();
-    for (name, chunk) in [("whole prompt", PROMPT), ("chunks of 512", 512), ("chunks of 128", 128)] {
-        series.push(line(name, gaps(chunk)?));
-    }
-    report.plot(
-        "Gap between two tokens of a reply; the prompt arrives before step 1 (fused)",
-        (Axis::of("step", ""), Axis::of("gap", "ms")),
-        Marks::Lines { series },
-    );
     Ok(report)
 }
 
