@@ -23,13 +23,17 @@ pub(crate) enum Split {
     Together,
 }
 
-/// The splits that are compared.
-const SPLITS: [(&str, Split); 4] = [
+type Named = (&'static str, Split);
+
+/// Every split, to find the right ratio.
+const ALL: &[Named] = &[
     ("1P3D", Split::Apart(1)),
     ("2P2D", Split::Apart(2)),
     ("3P1D", Split::Apart(3)),
     ("4C", Split::Together),
 ];
+/// Whether disaggregation pays.
+const TWO: &[Named] = &[("2P2D", Split::Apart(2)), ("4C", Split::Together)];
 
 /// What a cluster is asked for.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +43,7 @@ pub(crate) struct Scene {
     reply: u32,
     interval_ms: u64,
     link_gbps: f64,
+    splits: &'static [Named],
 }
 
 pub(crate) const SCENES: [Scene; 4] = [
@@ -48,6 +53,7 @@ pub(crate) const SCENES: [Scene; 4] = [
         reply: 128,
         interval_ms: 50,
         link_gbps: 400.0,
+        splits: ALL,
     },
     Scene {
         name: "6,144 in, 32 out, 12.5/s, 400 Gb/s",
@@ -55,6 +61,7 @@ pub(crate) const SCENES: [Scene; 4] = [
         reply: 32,
         interval_ms: 80,
         link_gbps: 400.0,
+        splits: ALL,
     },
     Scene {
         name: "128 in, 256 out, 100/s, 400 Gb/s",
@@ -62,6 +69,7 @@ pub(crate) const SCENES: [Scene; 4] = [
         reply: 256,
         interval_ms: 10,
         link_gbps: 400.0,
+        splits: TWO,
     },
     Scene {
         name: "2,048 in, 128 out, 20/s, 10 Gb/s",
@@ -69,6 +77,7 @@ pub(crate) const SCENES: [Scene; 4] = [
         reply: 128,
         interval_ms: 50,
         link_gbps: 10.0,
+        splits: TWO,
     },
 ];
 
@@ -107,7 +116,7 @@ fn ms(durations: &Durations, q: f64) -> f64 {
 pub(crate) fn add(report: &mut Report) -> Result<(), LabError> {
     let mut rows = Vec::new();
     for scene in &SCENES {
-        for (nth, (name, split)) in SPLITS.into_iter().enumerate() {
+        for (nth, &(name, split)) in scene.splits.iter().enumerate() {
             let SimReport { ttft, itl, .. } = run(scene, split)?;
             let [ttft_50, ttft_95] = [0.5, 0.95].map(|q| Cell::Real(ms(&ttft, q), 0));
             let [itl_50, itl_99, longest] = [0.5, 0.99, 1.0].map(|q| Cell::Real(ms(&itl, q), 1));

@@ -216,6 +216,10 @@ fn transfers(report: &mut Report) -> Result<(), LabError> {
         ],
         transfer::LINKS.iter().zip(&sent).map(row).collect(),
     );
+    report.note(
+        "The link is a model of the demonstration's own: it takes layers in the order in which the timing engine completes them, each an equal part \
+         of the step.",
+    );
     let bars = |name: &str, of: fn(&Sent) -> f64| Bars {
         name: name.to_owned(),
         values: sent.iter().map(|sent| of(sent) * 1e3).collect(),

@@ -17,7 +17,10 @@ pub fn text(report: &Report) -> String {
                 out.push('\n');
                 add_table(&mut out, table);
             }
-            Part::Note { text } => wrap(&mut out, text),
+            Part::Note { text } => {
+                out.push('\n');
+                wrap(&mut out, text);
+            }
             Part::Plot(_) | Part::Slots(_) => {}
         }
     }

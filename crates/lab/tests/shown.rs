@@ -142,24 +142,50 @@ fn nothing_differs_from_run_to_run() {
     }
 }
 
-#[test]
-fn the_walk_through_shows_what_the_command_prints() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/lab.md");
-    let walk = std::fs::read_to_string(path).expect("docs/lab.md");
-    let mut told = Vec::new();
-    for block in walk.split("```text\n").skip(1) {
-        let block = block.split("```").next().unwrap_or_default();
-        let mut lines = block.lines();
-        let command = lines.next().unwrap_or_default();
+/// What a report prints from the line `caption` on, up to the next empty line.
+fn part<'a>(shown: &'a str, caption: &str) -> Vec<&'a str> {
+    shown.lines().skip_while(|line| *line != caption).take_while(|line| !line.is_empty()).collect()
+}
+
+/// The walk-through with every quoted table as it is printed now, and the demonstrations that it quotes.
+fn quoted_anew(walk: &str) -> (String, Vec<&'static str>) {
+    let (mut out, mut names) = (String::new(), Vec::new());
+    let mut lines = walk.lines();
+    while let Some(line) = lines.next() {
+        out += &format!("{line}\n");
+        if line != "```text" {
+            continue;
+        }
+        let quoted: Vec<&str> = lines.by_ref().take_while(|line| *line != "```").collect();
+        let [command, "...", caption, ..] = quoted[..] else {
+            panic!("not a command and a table: {quoted:?}")
+        };
         let name = command.strip_prefix("$ baton lab ").unwrap_or_else(|| panic!("not a command: {command}"));
         let report =
             reports().iter().find(|report| report.name == name).unwrap_or_else(|| panic!("no {name}"));
         let shown = text(report);
-        for line in lines.filter(|line| *line != "...") {
-            assert!(shown.lines().any(|other| other == line), "`baton lab {name}` does not print '{line}'");
-        }
-        told.push(report.name);
+        let part = part(&shown, caption);
+        assert!(part.len() > 3, "`baton lab {name}` prints no table '{caption}'");
+        out += &format!("{command}\n...\n{}\n```\n", part.join("\n"));
+        names.push(report.name);
     }
-    told.dedup();
-    assert_eq!(told, Demonstration::ALL.map(Demonstration::name), "each once, in order");
+    names.dedup();
+    (out, names)
+}
+
+/// `BATON_UPDATE_DOCS=1` writes the tables into the walk-through in place of comparing them.
+#[test]
+fn the_walk_through_quotes_what_the_command_prints() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/lab.md");
+    let walk = std::fs::read_to_string(path).expect("docs/lab.md");
+    let (anew, names) = quoted_anew(&walk);
+    assert_eq!(names, Demonstration::ALL.map(Demonstration::name), "each is quoted, in order");
+    if std::env::var_os("BATON_UPDATE_DOCS").is_some() {
+        std::fs::write(path, anew).expect("docs/lab.md can be written");
+        return;
+    }
+    for (now, quoted) in anew.lines().zip(walk.lines()) {
+        assert_eq!(now, quoted, "BATON_UPDATE_DOCS=1 writes what is printed now into docs/lab.md");
+    }
+    assert_eq!(anew.lines().count(), walk.lines().count());
 }
