@@ -43,6 +43,16 @@ pub(crate) fn load() -> Vec<Request> {
     (0..1_200).map(&mut request).collect()
 }
 
+/// Why somebody was turned away, in slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Rejection {
+    pub(crate) wanted: usize,
+    /// In all.
+    pub(crate) free: usize,
+    /// The longest run of free slots; `None` where no run is needed, since any block is as good as any other.
+    pub(crate) biggest_hole: Option<usize>,
+}
+
 /// What a way to hand out memory did with the load.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Outcome {
@@ -50,8 +60,7 @@ pub(crate) struct Outcome {
     pub(crate) peak: usize,
     pub(crate) admitted: usize,
     pub(crate) rejected: usize,
-    /// At the first rejection: slots wanted, slots free in all, and the longest run of them.
-    pub(crate) first_rejection: Option<(usize, usize, usize)>,
+    pub(crate) first_rejection: Option<Rejection>,
     /// Slots held and never used, summed over all admitted requests when they ended.
     pub(crate) waste: usize,
     /// Slots that they held then.
@@ -94,7 +103,8 @@ pub(crate) fn contiguous(load: &[Request], reserved: impl Fn(&Request) -> usize)
             }
             None => {
                 outcome.rejected += 1;
-                let found = (wanted, memory.free(), memory.biggest_hole());
+                let biggest_hole = Some(memory.biggest_hole());
+                let found = Rejection { wanted, free: memory.free(), biggest_hole };
                 outcome.first_rejection.get_or_insert(found);
             }
         }
@@ -137,8 +147,7 @@ pub(crate) fn paged(load: &[Request], block_size: usize) -> Result<Outcome, LabE
                 outcome.rejected += 1;
                 let free = serving.scheduler().pool().counts().free * block_size;
                 let wanted = request.prompt.len().div_ceil(block_size) * block_size;
-                // Any free block is as good as any other: there are no holes.
-                outcome.first_rejection.get_or_insert((wanted, free, free));
+                outcome.first_rejection.get_or_insert(Rejection { wanted, free, biggest_hole: None });
             }
         }
         for row in &step.rows {
@@ -169,11 +178,10 @@ pub(crate) fn hundred() -> Result<(usize, usize, usize), LabError> {
 }
 
 fn way_row(name: &str, outcome: &Outcome) -> Vec<Cell> {
-    let (wanted, free, hole) = outcome
-        .first_rejection
-        .map_or((Cell::Nothing, Cell::Nothing, Cell::Nothing), |(wanted, free, hole)| {
-            (wanted.into(), free.into(), hole.into())
-        });
+    let first = outcome.first_rejection;
+    let cell = |slots: Option<usize>| slots.map_or(Cell::Nothing, Cell::from);
+    let (wanted, free) = (cell(first.map(|first| first.wanted)), cell(first.map(|first| first.free)));
+    let hole = cell(first.and_then(|first| first.biggest_hole));
     let (peak, admitted, rejected) = (outcome.peak.into(), outcome.admitted.into(), outcome.rejected.into());
     vec![name.into(), peak, admitted, rejected, wanted, free, hole, Cell::Real(outcome.waste_percent(), 1)]
 }
@@ -282,13 +290,12 @@ mod tests {
         let load = load();
         let longest = contiguous(&load, |_| MAX_LEN);
         assert_eq!((NUM_SLOTS, longest.peak), (81_920, 40));
-        assert_eq!(longest.first_rejection, Some((2_048, 0, 0)));
+        let first = Rejection { wanted: 2_048, free: 0, biggest_hole: Some(0) };
+        assert_eq!(longest.first_rejection, Some(first));
         let requested = contiguous(&load, |request| request.prompt.len() + request.max_reply);
-        let (wanted, free, hole) = requested.first_rejection.unwrap();
-        assert!(
-            free >= wanted && wanted > hole,
-            "{wanted} {free} {hole}: enough is free, and nowhere in one run"
-        );
+        // Enough is free, and nowhere in one run.
+        let Rejection { wanted, free, biggest_hole } = requested.first_rejection.unwrap();
+        assert!(free >= wanted && Some(wanted) > biggest_hole, "{wanted} {free} {biggest_hole:?}");
         let paged = paged(&load, BLOCK_SIZE).unwrap();
         assert!(paged.peak >= 5 * 40, "{paged:?}");
         assert!(longest.peak < requested.peak && requested.peak < paged.peak);
