@@ -122,8 +122,9 @@ fn num_steps(chunk: usize) -> usize {
     PROMPT.div_ceil(chunk)
 }
 
-fn pricing(report: &mut Report) -> Result<(), LabError> {
-    let alone = |name: &str, step: &Step| {
+/// What a prompt and a step of replies take when each has the device to itself.
+fn alone(report: &mut Report) -> Result<(), LabError> {
+    let row = |name: &str, step: &Step| {
         let (prompt, replies) = works(step);
         let work = sum(&prompt, &replies);
         let (macs, bytes) = (macs(&work), bytes(&work));
@@ -144,13 +145,17 @@ fn pricing(report: &mut Report) -> Result<(), LabError> {
             ("intensity", "MAC/B"),
             ("takes", "ms"),
         ],
-        vec![alone("prompt of 2,048", &prompt_alone()?), alone("32 replies at 512", &replies_alone()?)],
+        vec![row("prompt of 2,048", &prompt_alone()?), row("32 replies at 512", &replies_alone()?)],
     );
+    Ok(())
+}
+
+/// What they take together, however the prompt is cut.
+fn together(report: &mut Report) -> Result<(), LabError> {
     let calm = prices(&replies_alone()?);
-    let row = |name: &str, chunk: usize, steps: Cell| -> Result<Vec<Cell>, LabError> {
-        let prices = prices(&first_chunk(chunk)?);
+    let row = |name: &str, steps: Cell, prices: &Prices| {
         let times = |ms: f64, calm: f64| Cell::Real(ms / calm, 1);
-        Ok(vec![
+        vec![
             name.into(),
             steps,
             Cell::Real(prices.separate, 2),
@@ -158,19 +163,11 @@ fn pricing(report: &mut Report) -> Result<(), LabError> {
             Cell::Real(prices.fused, 2),
             times(prices.fused, calm.fused),
             Cell::Real(prices.engine, 2),
-        ])
+        ]
     };
-    let one = |ms: f64| [Cell::Real(ms, 2), Cell::Real(1.0, 1)];
-    let [separate, fused] = [one(calm.separate), one(calm.fused)];
-    let calm_row = [
-        vec!["no prompt".into(), Cell::Nothing],
-        separate.into(),
-        fused.into(),
-        vec![Cell::Real(calm.engine, 2)],
-    ];
-    let mut rows = vec![calm_row.concat()];
+    let mut rows = vec![row("no prompt", Cell::Nothing, &calm)];
     for (name, chunk) in CHUNKS {
-        rows.push(row(name, chunk, num_steps(chunk).into())?);
+        rows.push(row(name, num_steps(chunk).into(), &prices(&first_chunk(chunk)?)));
     }
     report.table(
         "The gap between two tokens of every reply while the prompt is computed beside them (from the scheduler's plans)",
@@ -275,7 +272,8 @@ pub(crate) fn report() -> Result<Report, LabError> {
          takes the wait away and adds a transfer. A model of 13.5 GB on a device of 156e12 multiply-adds and 2.0e12 bytes a second; a pass takes the larger of \
          arithmetic and reading.",
     );
-    pricing(&mut report)?;
+    alone(&mut report)?;
+    together(&mut report)?;
     plots(&mut report)?;
     transfers(&mut report)?;
     ratios::add(&mut report)?;
