@@ -15,6 +15,7 @@ use crate::chat::ChatOptions;
 use crate::config::{self, ConfigFile};
 use crate::doctor::{self, DoctorOptions};
 use crate::exit::{self, Failure};
+use crate::lab::LabOptions;
 use crate::sim::SimOptions;
 use crate::trace_export::TraceOptions;
 use crate::tracing::Traced;
@@ -111,6 +112,8 @@ pub(crate) enum Commands {
     Trace(TraceOptions),
     /// Run whole clusters in virtual time, with faults, and check that nothing breaks
     Sim(SimOptions),
+    /// Show the ideas that Baton is made of, each on the code that serves
+    Lab(LabOptions),
 }
 
 /// A command line that was understood.
