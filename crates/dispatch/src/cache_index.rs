@@ -3,6 +3,10 @@
 //! Memory: 33 bytes a bucket (16 of the hash, 16 of its holders, 1 of the table), and a table is between 7/16 and 7/8 full: 38 to 75 bytes for
 //! each distinct block, 69 MB for 1,000,000 of them. A block that more than six workers hold takes 256 bytes besides.
 //! Nothing here is bounded by itself: there are as many entries as blocks in the workers' pools.
+//!
+//! Time: whoever asks holds a lock that requests wait for, so no call looks at everything. Blocks lie in 256 shards by the first byte of
+//! their hash; a worker that is forgotten is only noted in each, and a shard that it may be in is cleaned when it is
+//! changed next, or by [`CacheIndex::tidy`], one at a time.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -15,10 +19,23 @@ use crate::uniform::Uniform;
 ///
 /// A worker that has a block has all blocks before it, since it evicts the last ones of a prompt first. So the set of workers
 /// that have block `i` of a prompt only shrinks with `i`.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct CacheIndex {
-    blocks: HashMap<BlockHash, Holders, Uniform>,
+    shards: Vec<Shard>,
+    /// Shards from this one on were not tidied since a worker was forgotten.
+    untidy_from: usize,
 }
+
+/// The blocks whose hashes begin with one byte.
+#[derive(Clone, Debug, Default)]
+struct Shard {
+    blocks: HashMap<BlockHash, Holders, Uniform>,
+    /// Workers that were forgotten and may still stand in `blocks`.
+    forgotten: Option<Box<Bits>>,
+}
+
+/// One for each first byte of a hash: of 1,000,000 blocks each has 4,000.
+const NUM_SHARDS: usize = 256;
 
 /// Numbers of workers, one bit each.
 type Bits = [u64; CacheIndex::MAX_WORKERS / 64];
@@ -39,6 +56,12 @@ enum Holders {
     Many(Box<Bits>),
 }
 
+impl Default for CacheIndex {
+    fn default() -> Self {
+        Self { shards: (0..NUM_SHARDS).map(|_| Shard::default()).collect(), untidy_from: NUM_SHARDS }
+    }
+}
+
 impl CacheIndex {
     /// Workers that can be told apart; what one with a higher number has cached is not known here.
     pub const MAX_WORKERS: usize = 2_048;
@@ -47,32 +70,54 @@ impl CacheIndex {
     pub fn apply(&mut self, worker: usize, stored: &[BlockHash], removed: &[BlockHash]) {
         let Some(worker) = number(worker) else { return };
         for hash in removed {
-            if let Entry::Occupied(mut entry) = self.blocks.entry(*hash)
+            if let Entry::Occupied(mut entry) = self.shard(hash).clean().entry(*hash)
                 && entry.get_mut().remove(worker)
             {
                 entry.remove();
             }
         }
         for hash in stored {
-            self.blocks.entry(*hash).or_insert(Holders::Few { num: 0, workers: [0; FEW] }).insert(worker);
+            let blocks = self.shard(hash).clean();
+            blocks.entry(*hash).or_insert(Holders::Few { num: 0, workers: [0; FEW] }).insert(worker);
         }
     }
 
-    /// The worker has these blocks and no others. Looks at every block known.
+    /// The worker has these blocks and no others.
     pub fn replace(&mut self, worker: usize, snapshot: &[BlockHash]) {
         self.forget(worker);
         self.apply(worker, snapshot, &[]);
     }
 
-    /// The worker has nothing. Looks at every block known.
+    /// The worker has nothing. Its entries are found no more, and are taken out bit by bit: see [`CacheIndex::tidy`].
     pub fn forget(&mut self, worker: usize) {
         let Some(worker) = number(worker) else { return };
-        self.blocks.retain(|_, holders| !holders.remove(worker));
+        let (word, bit) = place(worker);
+        for shard in self.shards.iter_mut().filter(|shard| !shard.blocks.is_empty()) {
+            shard.forgotten.get_or_insert_with(|| Box::new(NONE))[word] |= bit;
+        }
+        self.untidy_from = 0;
     }
 
-    /// Distinct blocks that any worker has.
+    /// Takes out what forgotten workers left in one shard, 1 block in 256. False when nothing is left: then only blocks that a worker has
+    /// take memory. For whoever has the time, and can let others have their turn between two calls.
+    pub fn tidy(&mut self) -> bool {
+        while let Some(shard) = self.shards.get_mut(self.untidy_from) {
+            self.untidy_from += 1;
+            if shard.forgotten.is_some() {
+                shard.clean();
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Distinct blocks that any worker has, and those that forgotten ones had until they are tidied away.
     pub fn num_blocks(&self) -> usize {
-        self.blocks.len()
+        self.shards.iter().map(|shard| shard.blocks.len()).sum()
+    }
+
+    fn shard(&mut self, hash: &BlockHash) -> &mut Shard {
+        &mut self.shards[usize::from(hash.0[0])]
     }
 
     /// Says for each worker that has the first of a prompt's blocks how many leading ones it has, in no order of workers.
@@ -122,7 +167,23 @@ impl CacheIndex {
 
     /// The workers of `within` that have a block.
     fn holders(&self, hash: &BlockHash, within: &Bits) -> Bits {
-        self.blocks.get(hash).map_or(NONE, |holders| holders.within(within))
+        let shard = &self.shards[usize::from(hash.0[0])];
+        let Some(holders) = shard.blocks.get(hash) else { return NONE };
+        let found = holders.within(within);
+        match &shard.forgotten {
+            Some(forgotten) => std::array::from_fn(|nth| found[nth] & !forgotten[nth]),
+            None => found,
+        }
+    }
+}
+
+impl Shard {
+    /// Its blocks, without what forgotten workers had.
+    fn clean(&mut self) -> &mut HashMap<BlockHash, Holders, Uniform> {
+        if let Some(forgotten) = self.forgotten.take() {
+            self.blocks.retain(|_, holders| !holders.remove_all(&forgotten));
+        }
+        &mut self.blocks
     }
 }
 
@@ -194,6 +255,29 @@ impl Holders {
     }
 
     /// `true`: nobody has it any more.
+    fn remove_all(&mut self, gone: &Bits) -> bool {
+        match self {
+            Self::Few { num, workers } => {
+                let mut nth = 0;
+                while nth < usize::from(*num) {
+                    let (word, bit) = place(workers[nth]);
+                    if gone[word] & bit == 0 {
+                        nth += 1;
+                    } else {
+                        *num -= 1;
+                        workers[nth] = workers[usize::from(*num)];
+                    }
+                }
+                *num == 0
+            }
+            Self::Many(bits) => {
+                bits.iter_mut().zip(gone).for_each(|(word, gone)| *word &= !gone);
+                self.settle()
+            }
+        }
+    }
+
+    /// `true`: nobody has it any more.
     fn remove(&mut self, worker: u16) -> bool {
         match self {
             Self::Few { num, workers } => {
@@ -207,19 +291,25 @@ impl Holders {
             Self::Many(bits) => {
                 let (word, bit) = place(worker);
                 bits[word] &= !bit;
-                let num = bits.iter().map(|word| word.count_ones()).sum::<u32>();
-                // Half of a few, so that one worker that comes and goes does not move the entry each time.
-                if num as usize <= FEW / 2 {
-                    let (mut few, mut num) = ([0; FEW], 0);
-                    each_bit(bits, &NONE, |worker| {
-                        few[num] = worker as u16;
-                        num += 1;
-                    });
-                    *self = Self::Few { num: num as u8, workers: few };
-                }
-                num == 0
+                self.settle()
             }
         }
+    }
+
+    /// After some were taken out of many: many that have become few are kept as such. `true`: nobody has it any more.
+    fn settle(&mut self) -> bool {
+        let Self::Many(bits) = self else { return false };
+        let num = bits.iter().map(|word| word.count_ones()).sum::<u32>();
+        // Half of a few, so that one worker that comes and goes does not move the entry each time.
+        if num as usize <= FEW / 2 {
+            let (mut few, mut num) = ([0; FEW], 0);
+            each_bit(bits, &NONE, |worker| {
+                few[num] = worker as u16;
+                num += 1;
+            });
+            *self = Self::Few { num: num as u8, workers: few };
+        }
+        num == 0
     }
 }
 

@@ -197,10 +197,11 @@ fn a_step_left_after_a_layer_leaves_no_trace() {
     assert!(want[30 * model.config.vocab..] == got[..]);
 }
 
-/// Computes `tokens` after the first 30 and leaves the step at its `nth` point. Returns how many points there were.
+/// Computes `tokens` after those that are done and leaves the step at its `nth` point. Returns how many points there were.
 fn leave_at(rig: &mut Rig, sequence: &mut Sequence, tokens: &[u32], nth: usize) -> usize {
+    let done = sequence.done;
     rig.add(sequence, tokens, Logits::None);
-    sequence.done = 30;
+    sequence.done = done;
     let Rig { engine, plan, output, .. } = rig;
     let mut num_points = 0;
     let mut on_point = |_| {
@@ -212,38 +213,66 @@ fn leave_at(rig: &mut Rig, sequence: &mut Sequence, tokens: &[u32], nth: usize) 
     num_points
 }
 
+/// Leaves a step over the last of `tokens`, all but `num_done`, at many of its points; each time nothing else was written, and in the end its
+/// logits are those of a step that was never left. Returns how many points there are.
+fn left_anywhere(
+    model: &RandomModel,
+    config: CpuEngineConfig,
+    tokens: &[u32],
+    (num_done, every): (usize, usize),
+) -> usize {
+    let what = format!("{:?}, {} threads", config.isa, config.num_threads);
+    let num_blocks = config.num_blocks;
+    let mut rig = rig(model, config);
+    let mut sequence = rig.sequence(tokens.len());
+    let (done, rest) = tokens.split_at(num_done);
+    rig.logits(&mut sequence, done, 512);
+    let num_points = leave_at(&mut rig, &mut sequence, rest, usize::MAX);
+    assert!(!rig.output.stopped, "{what}");
+    // What the steps below leave half done was computed before: they may only write the same again.
+    let mut table = BlockTable::new();
+    table.extend(BlockPool::new(num_blocks).allocate(num_blocks).unwrap());
+    let lease = table.read_lease();
+    let arena = Arc::clone(&rig.arena);
+    let memory = || {
+        (0..2 * num_blocks).map(|n| arena.read(&lease, n % 2, n / 2).unwrap().to_vec()).collect::<Vec<_>>()
+    };
+    let whole = memory();
+    for nth in (0..num_points).step_by(every) {
+        let seen = leave_at(&mut rig, &mut sequence, rest, nth);
+        assert_eq!((seen, rig.output.stopped), (nth + 1, true), "{what}");
+        assert!(whole == memory(), "{what}: left at {nth}");
+    }
+    let got = bits(&rig.logits(&mut sequence, rest, 512));
+    let mut other = rig.sequence(tokens.len());
+    let want = bits(&rig.logits(&mut other, tokens, 512));
+    assert!(want[num_done * model.config.vocab..] == got[..], "{what}");
+    num_points
+}
+
 #[test]
 fn a_step_left_anywhere_within_a_layer_is_left_at_once_and_leaves_no_trace() {
     let model = model();
     let tokens = Random(27).tokens(LENGTH, model.config.vocab);
     for (isa, num_threads) in Isa::available().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
         let config = CpuEngineConfig { num_threads, ..engine(isa, Precision::Auto) };
-        let num_blocks = config.num_blocks;
-        let mut rig = rig(&model, config);
-        let mut sequence = rig.sequence(LENGTH);
-        rig.logits(&mut sequence, &tokens[..30], 512);
-        let num_points = leave_at(&mut rig, &mut sequence, &tokens[30..], usize::MAX);
-        assert!(num_points > 100 && !rig.output.stopped, "{isa:?}: {num_points} points");
-        // What the steps below leave half done was computed before: they may only write the same again.
-        let mut table = BlockTable::new();
-        table.extend(BlockPool::new(num_blocks).allocate(num_blocks).unwrap());
-        let lease = table.read_lease();
-        let arena = Arc::clone(&rig.arena);
-        let memory = || {
-            (0..2 * num_blocks)
-                .map(|n| arena.read(&lease, n % 2, n / 2).unwrap().to_vec())
-                .collect::<Vec<_>>()
+        let num_points = left_anywhere(&model, config, &tokens, (30, 17));
+        assert!(num_points > 100, "{isa:?}: {num_points} points");
+    }
+}
+
+#[test]
+fn attention_over_a_long_context_is_left_within() {
+    let model = model();
+    let tokens = Random(28).tokens(1100, model.config.vocab);
+    for isa in Isa::available() {
+        let num_points = |num_done: usize| {
+            let config = CpuEngineConfig { num_blocks: 150, num_threads: 2, ..engine(isa, Precision::Auto) };
+            left_anywhere(&model, config, &tokens[..num_done + 9], (num_done, 5))
         };
-        let whole = memory();
-        for nth in (0..num_points).step_by(17) {
-            let seen = leave_at(&mut rig, &mut sequence, &tokens[30..], nth);
-            assert_eq!((seen, rig.output.stopped), (nth + 1, true), "{isa:?}, {num_threads} threads");
-            assert!(whole == memory(), "{isa:?}, {num_threads} threads: left at {nth}");
-        }
-        let got = bits(&rig.logits(&mut sequence, &tokens[30..], 512));
-        let mut other = rig.sequence(LENGTH);
-        let want = bits(&rig.logits(&mut other, &tokens, 512));
-        assert!(want[30 * model.config.vocab..] == got[..], "{isa:?}, {num_threads} threads");
+        // Attention of the same rows is looked into at 1,024 tokens of context.
+        let (short, long) = (num_points(900), num_points(1091));
+        assert!(long > short, "{isa:?}: {short}, {long} points");
     }
 }
 

@@ -182,7 +182,8 @@ impl BlockPool {
         Self {
             shared: Arc::new(Shared {
                 state: Mutex::new(State {
-                    free: (0..total).rev().collect(),
+                    // In this order blocks that are given out together lie one behind the other, and come back so: whoever copies them goes upwards.
+                    free: (0..total).collect(),
                     slots: vec![Slot::default(); total as usize],
                     held: 0,
                     cached: 0,

@@ -204,18 +204,33 @@ impl Scheduler {
     /// Ends one sequence in whatever stage; before the fork the head's id ends the whole group. Its blocks return now; those of a step
     /// under way when that is over, leased ones when their lease ends. False for an unknown id.
     pub fn cancel(&mut self, id: SequenceId, now: Time) -> bool {
+        self.cancel_all(&[id], now) == 1
+    }
+
+    /// Ends sequences as [`Scheduler::cancel`] does, with one look at the others in line however many they are. Returns how many were known; one
+    /// that goes with its head does not count.
+    pub fn cancel_all(&mut self, ids: &[SequenceId], now: Time) -> usize {
         self.now = now;
-        if let Some(head) = self.heads.remove(&id) {
-            if let Some(head) = self.sequences.get_mut(&head) {
-                head.siblings.retain(|sibling| sibling.id != id);
+        let (mut num_stopped, mut gone) = (0, Vec::new());
+        for &id in ids {
+            if let Some(head) = self.heads.remove(&id) {
+                if let Some(head) = self.sequences.get_mut(&head) {
+                    head.siblings.retain(|sibling| sibling.id != id);
+                }
+                num_stopped += 1;
+            } else {
+                gone.extend(self.take_out(id));
             }
-            return true;
         }
-        let known = self.forget(id);
-        if known {
+        let num_gone = gone.len();
+        if num_gone > 0 {
+            let Self { sequences, line, active, .. } = self;
+            line.retain(|id| sequences.contains_key(id));
+            active.retain(|id| sequences.contains_key(id));
+            gone.into_iter().for_each(|sequence| self.let_go(sequence));
             self.offer_near_head(now);
         }
-        known
+        num_stopped + num_gone
     }
 
     /// Moves what happened since the last call to `into`.
@@ -275,10 +290,7 @@ impl Scheduler {
 
     /// Takes a sequence, before the fork with its group, out of every list.
     pub(crate) fn remove(&mut self, id: SequenceId) -> Option<Sequence> {
-        let sequence = self.sequences.remove(&id)?;
-        for sibling in &sequence.siblings {
-            self.heads.remove(&sibling.id);
-        }
+        let sequence = self.take_out(id)?;
         if sequence.holds_blocks() {
             self.active.retain(|&other| other != id);
         } else {
@@ -287,15 +299,29 @@ impl Scheduler {
         Some(sequence)
     }
 
+    /// Takes a sequence, before the fork with its group, out of all that is found by id; line and active still name it.
+    fn take_out(&mut self, id: SequenceId) -> Option<Sequence> {
+        let sequence = self.sequences.remove(&id)?;
+        for sibling in &sequence.siblings {
+            self.heads.remove(&sibling.id);
+        }
+        Some(sequence)
+    }
+
     /// A sequence is over. False for an unknown id.
     pub(crate) fn forget(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.remove(id) else { return false };
+        self.let_go(sequence);
+        true
+    }
+
+    /// Blocks that a step under way may use return when it is over.
+    fn let_go(&mut self, sequence: Sequence) {
         if let Stage::Prefilling { table, .. } | Stage::Running { table } = sequence.stage
             && !self.plan.is_empty()
         {
             self.retired.push(table);
         }
-        true
     }
 
     /// Puts a sequence in line, by rank.
@@ -312,3 +338,7 @@ impl Scheduler {
         self.active.insert(at, id);
     }
 }
+
+#[cfg(test)]
+#[path = "scheduler_tests.rs"]
+mod tests;

@@ -38,6 +38,8 @@ pub(super) async fn keep(
 ) -> std::convert::Infallible {
     let mut backoff = FIRST_BACKOFF;
     loop {
+        // What the stream before left.
+        fleet.tidy_cache().await;
         while member.state() != WorkerState::Ready {
             tokio::time::sleep(READY_PERIOD).await;
         }
@@ -88,13 +90,13 @@ impl Reader<'_> {
                 Ok(None) => return End::Broken("the worker ended it".to_owned()),
                 Err(status) => return broken(&status),
             };
-            if let Err(end) = self.take(&update, process) {
+            if let Err(end) = self.take(&update, process).await {
                 return end;
             }
         }
     }
 
-    fn take(&mut self, update: &v1::CacheUpdate, process: InstanceId) -> Result<(), End> {
+    async fn take(&mut self, update: &v1::CacheUpdate, process: InstanceId) -> Result<(), End> {
         if instance(&update.instance_id) != Some(process) {
             return Err(End::Broken("another process answers at this address".to_owned()));
         }
@@ -104,7 +106,7 @@ impl Reader<'_> {
             _ => self.next = Some(update.sequence.wrapping_add(1)),
         }
         let (stored, removed) = (hashes(&update.stored)?, hashes(&update.removed)?);
-        self.fleet.update_cache(self.index, update.snapshot, &stored, &removed);
+        self.fleet.update_cache(self.index, update.snapshot, &stored, &removed).await;
         Ok(())
     }
 }

@@ -64,7 +64,10 @@ proptest! {
                 }
             }
             let known: BTreeSet<_> = model.0.values().flatten().collect();
-            prop_assert_eq!(index.num_blocks(), known.len());
+            let mut tidied = index.clone();
+            while tidied.tidy() {}
+            prop_assert_eq!(tidied.num_blocks(), known.len());
+            prop_assert!(index.num_blocks() >= known.len());
             for hashes in &chains {
                 let mut found = BTreeMap::new();
                 index.leading_blocks(hashes, |worker, num| assert_eq!(found.insert(worker, num), None));
@@ -74,6 +77,38 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn a_worker_is_forgotten_at_once_and_its_blocks_go_in_small_pieces() {
+    const BLOCKS: u32 = 20_000;
+    let (own, shared) = (chain(0, BLOCKS), chain(1, BLOCKS));
+    let mut index = CacheIndex::default();
+    (0..9).for_each(|worker| index.apply(worker, &shared, &[]));
+    index.apply(0, &own, &[]);
+    index.forget(0);
+    let has = |index: &CacheIndex, hashes: &[BlockHash]| {
+        let mut workers = BTreeSet::new();
+        index.leading_blocks(hashes, |worker, num| assert!(num == BLOCKS && workers.insert(worker)));
+        workers
+    };
+    let (mut left, mut num_pieces) = (index.num_blocks(), 0);
+    assert_eq!(left, 2 * BLOCKS as usize, "nothing is looked at");
+    loop {
+        assert!(has(&index, &own).is_empty() && has(&index, &shared).into_iter().eq(1..9));
+        if !index.tidy() {
+            break;
+        }
+        num_pieces += 1;
+        let now = index.num_blocks();
+        assert!(left - now < BLOCKS as usize / 100, "{} blocks in one piece", left - now);
+        left = now;
+    }
+    assert!(left == BLOCKS as usize && num_pieces > 200, "{left} blocks after {num_pieces} pieces");
+    // What it has anew is not what was forgotten, tidied or not.
+    index.forget(1);
+    index.apply(1, &own, &[]);
+    assert_eq!((has(&index, &own), has(&index, &shared)), (BTreeSet::from([1]), (2..9).collect()));
 }
 
 #[test]

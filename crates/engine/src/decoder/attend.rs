@@ -1,5 +1,7 @@
 //! From a row of q, k and v to a row of attention's output.
 
+use std::cell::RefCell;
+
 use baton_kv::BlockMemory;
 
 use super::leave::Watch;
@@ -129,8 +131,10 @@ impl Decoder {
         let (c, layout) = (&self.config, self.arena.layout());
         let group = c.num_heads / c.num_kv_heads;
         let (q, out) = (self.scratch.qkv, self.scratch.attended);
+        let watch = RefCell::new(watch);
+        let leaves = || watch.borrow_mut().leaves();
         let mut share = step.batch.attention_share(m.index(), m.count(), c.num_kv_heads);
-        while !share.is_empty() && !watch.leaves() {
+        while !share.is_empty() && !leaves() {
             let (kv_head, unit) = step.batch.pair(share.start, c.num_kv_heads);
             let num_heads = step.batch.together(share.clone(), c.num_kv_heads, group);
             share.start += num_heads;
@@ -155,6 +159,7 @@ impl Decoder {
                 block_bytes: layout.block_layer_bytes(),
                 scale: 1.0 / (c.head_dim as f32).sqrt(),
                 scratch: self.scratch.members[m.index()].attend.row(0),
+                leaves: &leaves,
             };
             // SAFETY: see the top of `decoder`; the plan was checked, so the table covers the unit's positions and its
             // blocks lie in the arena; this step's K and V were written before the last barrier.

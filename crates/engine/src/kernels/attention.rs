@@ -18,6 +18,9 @@ pub(crate) const MAX_HEAD_DIM: usize = 256;
 /// Floats that [`Attend::scratch`] must have: queries, scores and sums.
 pub(crate) const SCRATCH_FLOATS: usize = WIDE_AT + WIDE_FLOATS;
 
+/// Tiles between two looks at whether the step is left: some tens of microseconds.
+const TILES_A_LOOK: usize = 4;
+
 /// Where the scratch has room for K or V as f32.
 const WIDE_AT: usize = MAX_QUERIES * (2 * MAX_HEAD_DIM + TILE_TOKENS);
 
@@ -63,6 +66,8 @@ pub(crate) struct Attend<'a> {
     pub(crate) scale: f32,
     /// Scratch of this member.
     pub(crate) scratch: *mut f32,
+    /// Asked between tiles, so that a long context is left soon: whether the answer is not wanted any more. What `out` holds then is nothing.
+    pub(crate) leaves: &'a dyn Fn() -> bool,
 }
 
 /// The queries computed together, their running softmax, and where their sums stand in the scratch.
@@ -117,15 +122,19 @@ pub(super) unsafe fn run<S: Simd, E: Element>(a: &Attend<'_>) {
     while first < total {
         let num = MAX_QUERIES.min(total - first);
         // SAFETY: these queries are among the caller's.
-        unsafe { queries::<S, E>(a, first, num) };
+        if unsafe { queries::<S, E>(a, first, num) }.is_none() {
+            return;
+        }
         first += num;
     }
 }
 
+/// `None`: the answer is not wanted any more.
+///
 /// # Safety
 /// As [`run`], for `num` queries from the `first`, counted row by row.
 #[inline(always)]
-unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize) {
+unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize) -> Option<()> {
     let width = a.num_heads * a.group;
     let place = |i: usize| ((first + i) / width, (first + i) % width * a.head_dim);
     // Of each KV head.
@@ -153,7 +162,10 @@ unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize)
                 S::store(qs.acc.add(i * MAX_HEAD_DIM + d), S::zero());
             }
         }
-        for start in (0..context).step_by(TILE_TOKENS) {
+        for (nth, start) in (0..context).step_by(TILE_TOKENS).enumerate() {
+            if nth > 0 && nth.is_multiple_of(TILES_A_LOOK) && (a.leaves)() {
+                return None;
+            }
             for head in 0..a.num_heads {
                 let tile = Tile::<E>::of(a, start, context, head);
                 let of_head = qs.of(head * num_queries, num_queries);
@@ -175,6 +187,7 @@ unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize)
             }
         }
     }
+    Some(())
 }
 
 /// Multiplies query `i`'s exponentials by the factors of V's rows; their sum was taken before.

@@ -1,5 +1,7 @@
 //! Attention of each instruction set and element type against its definition in f64, over shuffled blocks of poisoned memory.
 
+use std::cell::Cell;
+
 use baton_kv::{KvDtype, KvLayout};
 use half::{bf16, f16};
 
@@ -93,6 +95,17 @@ impl Cache {
         kv_head: usize,
         position: usize,
     ) -> Vec<f32> {
+        self.attend_until(kernels, q, (group, kv_head, position), &|| false)
+    }
+
+    /// As [`Cache::attend`], of (group, KV head, position), unless it `leaves`.
+    fn attend_until(
+        &self,
+        kernels: &Kernels,
+        q: &[f32],
+        (group, kv_head, position): (usize, usize, usize),
+        leaves: &dyn Fn() -> bool,
+    ) -> Vec<f32> {
         let l = &self.layout;
         let width = group * l.head_dim;
         let mut out = vec![f32::NAN; q.len()];
@@ -117,6 +130,7 @@ impl Cache {
             block_bytes: l.block_bytes(),
             scale: 1.0 / (l.head_dim as f32).sqrt(),
             scratch: scratch.as_mut_ptr(),
+            leaves,
         };
         // SAFETY: the table is available; queries, outputs, blocks and scratch are as large as the fields say.
         unsafe { (kernels.attend(l.dtype))(&attend) }
@@ -197,6 +211,34 @@ fn attention_is_its_definition_for_every_element_type_over_shuffled_blocks() {
                     }
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn attention_over_a_long_context_is_left_between_tiles() {
+    const CONTEXT: usize = 5000;
+    for kernels in tables() {
+        let mut cache = Cache::new(KvDtype::F16, (1, 16, 16), CONTEXT);
+        for token in 0..CONTEXT {
+            for is_v in [false, true] {
+                cache.put(kernels, is_v, 0, token, &[0.5; 16]);
+            }
+        }
+        let looks = Cell::new(0);
+        let attend_until = |last: usize| {
+            looks.set(0);
+            cache.attend_until(kernels, &[1.0; 48], (3, 0, CONTEXT - 1), &|| {
+                looks.update(|num| num + 1);
+                looks.get() == last
+            })
+        };
+        let whole = attend_until(usize::MAX);
+        // 20 tiles, and a look between every four of them.
+        assert_eq!((looks.get(), whole.iter().any(|x| x.is_nan())), (4, false), "{:?}", kernels.isa);
+        for last in 1..=4 {
+            let nothing = attend_until(last);
+            assert_eq!((looks.get(), nothing.iter().all(|x| x.is_nan())), (last, true), "{:?}", kernels.isa);
         }
     }
 }

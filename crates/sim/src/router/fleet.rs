@@ -73,6 +73,7 @@ impl FleetView {
         if is_new {
             self.links.forget(self.views[index].instance);
             self.cache.forget(index);
+            while self.cache.tidy() {}
         }
         self.sequences[index] = status.sequence;
         self.views[index] = status.view;
@@ -98,6 +99,7 @@ impl FleetView {
                 self.cache.forget(worker);
             }
         }
+        while self.cache.tidy() {}
     }
 
     pub(crate) fn status_lost(&mut self, worker: usize) {

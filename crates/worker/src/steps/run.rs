@@ -208,10 +208,9 @@ impl StepLoop {
             return;
         }
         let now = self.clock.now();
-        let scheduler = &mut self.scheduler;
-        self.members.remove_cancelled(|id| {
-            scheduler.cancel(id, now);
-        });
+        let mut ids = Vec::new();
+        self.members.remove_cancelled(|id| ids.push(id));
+        self.scheduler.cancel_all(&ids, now);
         self.forward(now);
     }
 
@@ -255,10 +254,10 @@ impl StepLoop {
                 tracing::warn!("a reader is too slow: its sequences are cancelled");
                 let _ = group.slot.end.set(Cause::SlowReader);
                 // The event may be of the past.
-                let (scheduler, now) = (&mut self.scheduler, self.clock.now());
-                return self.members.remove_group(head, |id| {
-                    scheduler.cancel(id, now);
-                });
+                let mut ids = Vec::new();
+                self.members.remove_group(head, |id| ids.push(id));
+                self.scheduler.cancel_all(&ids, self.clock.now());
+                return;
             }
         }
         if starts {
