@@ -221,7 +221,7 @@ impl Decoder {
     /// `x`, which is row `t` from one column to another, whole blocks. A length that is no multiple of 32 has no quantised weights to meet.
     fn quantise_part(&self, to: Matrix, t: usize, x: *const f32, (from, end): (usize, usize), cols: usize) {
         if self.int8 && cols.is_multiple_of(QUANT_BLOCK) {
-            let out = to.row(0).cast::<u8>().wrapping_add(record(t, from, cols));
+            let out = to.row(0).cast::<u8>().wrapping_add(record((t, from), cols));
             // SAFETY: see the top of the file; there is room for the records of a step's rows of this length.
             unsafe { (self.kernels.quantise)(&Quantise { x, len: end - from, out }) }
         }

@@ -280,7 +280,7 @@ unsafe fn bands<W: Format>(all: Band) {
 }
 
 /// Where the sums of one group, column tile and block are staged.
-const fn staged(group: usize, tile: usize, block: usize) -> usize {
+const fn staged((group, tile): (usize, usize), block: usize) -> usize {
     ((tile * SIDE + group) * STAGED + block) * SUMS
 }
 
@@ -294,7 +294,7 @@ unsafe fn sums(band: &Band, b: usize) {
     unsafe {
         let x = band.x.add(b * BLOCK_STRIDE);
         let w = band.w.add(b * SPREAD * size_of::<f32>());
-        let at = |group, tile| band.scratch.add(STAGE_AT + staged(group, tile, b));
+        let at = |group, tile| band.scratch.add(STAGE_AT + staged((group, tile), b));
         let (two_groups, two_tiles) = (band.num_rows > ROW_GROUP, band.num_tiles > 1);
         load!(4, x, RECORD);
         load!(6, w, LANES * 4);
@@ -332,13 +332,12 @@ unsafe fn sums(band: &Band, b: usize) {
 unsafe fn scale<W: Format>(band: &Band) {
     for tile in 0..band.num_tiles {
         for first in (0..band.num_rows).step_by(ROW_GROUP) {
-            let (group, end) = (first / ROW_GROUP, band.num_rows.min(first + ROW_GROUP));
-            let mut row = first;
+            let (mut row, end) = (first, band.num_rows.min(first + ROW_GROUP));
             macro_rules! rows {
                 ($($rows:literal),*) => {$(
                     while end - row >= $rows {
                         // SAFETY: `$rows` rows of the group are left.
-                        unsafe { scale_some::<W, $rows>(band, tile, group, row) };
+                        unsafe { scale_some::<W, $rows>(band, tile, row) };
                         row += $rows;
                     }
                 )*};
@@ -351,7 +350,7 @@ unsafe fn scale<W: Format>(band: &Band) {
 /// # Safety
 /// As [`columns`], for `R` rows of a group from `row` on, in one column tile.
 #[inline(always)]
-unsafe fn scale_some<W: Format, const R: usize>(band: &Band, tile: usize, group: usize, row: usize) {
+unsafe fn scale_some<W: Format, const R: usize>(band: &Band, tile: usize, row: usize) {
     type S = Avx512;
     // SAFETY: by contract; the constants are offsets within a record.
     unsafe {
@@ -364,9 +363,12 @@ unsafe fn scale_some<W: Format, const R: usize>(band: &Band, tile: usize, group:
             }
         }
         let within = row % ROW_GROUP;
-        let sums =
-            band.scratch.add(STAGE_AT + staged(group, tile, 0) + within * LANES).cast_const().cast::<u32>();
-        let x = band.x.add(group * band.group_bytes + within * RECORD);
+        let sums = band
+            .scratch
+            .add(STAGE_AT + staged((row / ROW_GROUP, tile), 0) + within * LANES)
+            .cast_const()
+            .cast::<u32>();
+        let x = band.x.add(row / ROW_GROUP * band.group_bytes + within * RECORD);
         for block in 0..band.num_blocks {
             let w = band.w.add(tile * TILE_BYTES + block * Spread::<W>::BYTES);
             let x = x.add(block * BLOCK_STRIDE);

@@ -167,7 +167,7 @@ unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize)
                 return None;
             }
             for head in 0..a.num_heads {
-                let tile = Tile::<E>::of(a, start, context, head);
+                let tile = Tile::<E>::of(a, (start, context), head);
                 let of_head = qs.of(head * num_queries, num_queries);
                 scores::<S, E>(a, &tile, &of_head, (context - start).min(TILE_TOKENS));
                 for i in head * num_queries..(head + 1) * num_queries {

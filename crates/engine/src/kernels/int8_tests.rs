@@ -76,7 +76,7 @@ fn quantised(table: &Kernels, x: &[f32], cols: usize) -> Vec<u8> {
     let num_rows = x.len() / cols;
     let mut out = vec![0xa5; num_rows.div_ceil(ROW_GROUP) * group_bytes(cols)];
     for (row, x) in x.chunks_exact(cols).enumerate() {
-        let out = out[record(row, 0, cols)..].as_mut_ptr();
+        let out = out[record((row, 0), cols)..].as_mut_ptr();
         // SAFETY: the table is available; the row's records lie within `out`.
         unsafe { (table.quantise)(&Quantise { x: x.as_ptr(), len: cols, out }) };
     }

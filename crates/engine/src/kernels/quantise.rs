@@ -26,8 +26,8 @@ pub(crate) const fn group_bytes(cols: usize) -> usize {
     cols / QUANT_BLOCK * BLOCK_STRIDE
 }
 
-/// Byte of row `row`'s record of the block that begins with column `col`.
-pub(crate) const fn record(row: usize, col: usize, cols: usize) -> usize {
+/// Byte of the record of a block that begins at `(row, col)`.
+pub(crate) const fn record((row, col): (usize, usize), cols: usize) -> usize {
     row / ROW_GROUP * group_bytes(cols) + col / QUANT_BLOCK * BLOCK_STRIDE + row % ROW_GROUP * RECORD
 }
 

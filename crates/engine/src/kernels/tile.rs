@@ -35,7 +35,7 @@ impl<E: Element> Tile<E> {
     /// # Safety
     /// As [`super::attention::run`].
     #[inline(always)]
-    pub(super) unsafe fn of(a: &Attend<'_>, start: usize, context: usize, nth: usize) -> Tile<E> {
+    pub(super) unsafe fn of(a: &Attend<'_>, (start, context): (usize, usize), nth: usize) -> Tile<E> {
         let head = a.head_dim * a.block_size;
         let kv_head = a.kv_head + nth;
         let scales = a.num_kv_heads * head * size_of::<E>() + kv_head * a.block_size;
