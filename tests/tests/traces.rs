@@ -19,7 +19,7 @@ const DECODE: &str = "baton-decode-worker";
 const BETWEEN_PROCESSES: Duration = Duration::from_millis(2);
 
 /// Name, kind, service and parent of every span of a prompt of one chunk that is handed off.
-const HANDED_OFF: [(&str, Kind, &str, (&str, Kind)); 15] = [
+const HANDED_OFF: [(&str, Kind, &str, (&str, Kind)); 16] = [
     ("tokenize", Kind::Internal, ROUTER, ("", Kind::Server)),
     ("route", Kind::Internal, ROUTER, ("", Kind::Server)),
     ("reserve", Kind::Client, ROUTER, ("", Kind::Server)),
@@ -35,7 +35,11 @@ const HANDED_OFF: [(&str, Kind, &str, (&str, Kind)); 15] = [
     ("decode", Kind::Server, DECODE, ("decode", Kind::Client)),
     ("decode.queue", Kind::Internal, DECODE, ("decode", Kind::Server)),
     ("decode.run", Kind::Internal, DECODE, ("decode", Kind::Server)),
+    ("respond", Kind::Internal, ROUTER, ("", Kind::Server)),
 ];
+
+/// Spans that a machine's mood makes or not.
+const DEPENDS: [&str; 5] = ["read", "door", "kv.wait", "decode.commit", "decode.stall"];
 
 fn has(trace: &Trace, names: &[&str]) -> bool {
     names.iter().all(|name| trace.named(name).next().is_some())
@@ -78,9 +82,7 @@ fn check_shape(trace: &Trace, caller: &Caller) {
     let known: BTreeSet<&str> = HANDED_OFF.iter().map(|(name, ..)| *name).collect();
     let rest: Vec<&str> =
         trace.spans.iter().map(|span| span.name.as_str()).filter(|name| !known.contains(name)).collect();
-    // What was exposed and what stalled depends on the machine's mood.
-    let may: BTreeSet<&str> = ["door", "kv.wait", "decode.stall", root.name.as_str()].into();
-    assert!(rest.iter().all(|name| may.contains(name)), "{rest:?}\n{trace}");
+    assert!(rest.iter().all(|name| DEPENDS.contains(name) || *name == root.name), "{rest:?}\n{trace}");
     assert!(trace.spans.len() <= 30, "{} spans\n{trace}", trace.spans.len());
 }
 
@@ -152,8 +154,7 @@ async fn a_request_is_one_trace_over_client_router_both_workers_and_their_kv_str
             let run = trace.one("decode.run", Kind::Internal);
             // P made the first token.
             assert_eq!(run.number("baton.steps"), num_tokens as f64 - 1.0, "{trace}");
-            let depends = ["door", "kv.wait", "decode.stall"];
-            sizes.insert(trace.spans.iter().filter(|span| !depends.contains(&&*span.name)).count());
+            sizes.insert(trace.spans.iter().filter(|span| !DEPENDS.contains(&&*span.name)).count());
         }
         assert_eq!(sizes.len(), 1, "the number of spans grows with the tokens: {sizes:?}");
         outside.sort();
