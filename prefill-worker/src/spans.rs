@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use baton_handoff::{HandoffKey, Time};
+use baton_handoff::{Cause, HandoffKey, Time};
 use baton_proto::v1::prefill_server;
 use baton_telemetry::names;
 use baton_telemetry::trace::{CallContext, Chunks, Recorder, Span, SpanKind, TraceContext, Tracing};
@@ -157,9 +157,11 @@ impl Spans {
     }
 
     /// The handoff is over, well or for a reason. What went well ended when this worker had no more to say: with the commit or, when nobody
-    /// needs one, with word of the last token. A short answer can be over before the decode worker's `Committed` has come back.
+    /// needs one, with word of the last token. A short answer can be over, and the router have hung up, before the decode worker's `Committed`
+    /// has come back.
     pub(crate) fn handed_off(&mut self, totals: SentTotals, failure: Option<&'static str>) {
         let Some(Handoff { id, begun, transfer, committed_at }) = self.handoff.take() else { return };
+        let failure = failure.filter(|cause| committed_at.is_none() || *cause != Cause::Cancelled.name());
         let said = committed_at.or(self.told_at).filter(|_| failure.is_none());
         let ended = said.unwrap_or_else(Instant::now);
         if let Some(span) = transfer.and_then(|transfer| transfer.span(id, ended, totals, failure)) {
@@ -331,6 +333,31 @@ mod tests {
         assert_eq!((int(transfer, names::KV_BYTES), int(transfer, names::KV_BLOCKS)), (Some(640), Some(5)));
         assert_eq!(transfer.attribute(names::KV_TRANSPORT), Some(&Value::from("shm")));
         assert_eq!(transfer.attribute(names::KV_CREDIT_WAIT_MS), Some(&Value::Float(4.0)));
+    }
+
+    #[test]
+    fn a_router_that_hangs_up_behind_the_commit_is_no_failure_and_one_that_does_before_it_is() {
+        for commits in [true, false] {
+            let committed = std::cell::Cell::new(Instant::now());
+            let spans = spans(|spans| {
+                spans.opened(ms(0), 0);
+                spans.offering();
+                spans.sending(Transport::Shm, 5);
+                spans.sent(Some(Instant::now()), ms(0));
+                spans.told();
+                if commits {
+                    spans.committing();
+                }
+                committed.set(Instant::now());
+                std::thread::sleep(ms(2));
+                spans.handed_off(SentTotals::default(), Some("cancelled"));
+            });
+            for name in ["handoff", name::KV_SEND] {
+                let [span] = of(&spans, name)[..] else { panic!("{spans:?}") };
+                assert_eq!(span.failure(), (!commits).then_some("cancelled"));
+                assert_eq!(span.end() <= committed.get(), commits, "{span:?}");
+            }
+        }
     }
 
     #[test]

@@ -190,6 +190,50 @@ fn check_root(root: &Span, num_tokens: usize, answer: &client::Answer) {
     assert!((total - hidden - exposed).abs() < 0.01, "{root:#?}");
 }
 
+/// An answer of a few tokens can be over before its workers have heard of each other that it is: what they did for it lies before its end
+/// nevertheless.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_shortest_answers_end_after_all_that_was_done_for_them() {
+    let _turn = Turn::take();
+    let mut random = Random::from_env("the_shortest_answers");
+    let collector = Collector::start().await;
+    for transport in ["grpc", "shm"] {
+        let (env, kv_transport) = (collector.over_grpc(), Some(transport.into()));
+        let cluster = Cluster::start(ClusterConfig { env, kv_transport, ..ClusterConfig::default() }).await;
+        let mut asked = Vec::new();
+        for nth in 0..60 {
+            let (caller, num_tokens) = (Caller::new(&mut random), 1 + nth % 3);
+            let prompt = random.tiny_prompt(20 + nth);
+            ask(&cluster, &caller, &greedy(&prompt, num_tokens)).await.expect(200);
+            asked.push((caller, num_tokens));
+        }
+        for (caller, num_tokens) in asked {
+            // One token needs no decode worker.
+            let is_handed_off = num_tokens > 1;
+            let trace = collector
+                .trace(&caller.trace_id, |trace| match is_handed_off {
+                    true => is_whole(trace) && has(trace, &["respond"]),
+                    false => has(trace, &["prefill.chunk", "respond"]) && trace.named("prefill").count() == 2,
+                })
+                .await;
+            assert_eq!(has(&trace, &["kv.send"]), is_handed_off, "{trace}");
+            let root = trace.root();
+            for span in trace.spans.iter().filter(|span| *span != root) {
+                assert!(
+                    span.end_ns <= root.end_ns,
+                    "{} of {num_tokens} tokens ends last\n{trace}",
+                    span.name
+                );
+            }
+            if is_handed_off {
+                let (handoff, send) =
+                    (trace.one("handoff", Kind::Internal), trace.one("kv.send", Kind::Producer));
+                assert!(send.start_ns >= handoff.start_ns && send.end_ns <= handoff.end_ns, "{trace}");
+            }
+        }
+    }
+}
+
 /// A long prompt whose KV passes while it is computed, over a link that then stands still for a while: what of the transfer is hidden lies off
 /// the critical path, what is exposed lies on it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
