@@ -300,7 +300,8 @@ impl Leg {
                     let ended = finish.map(|finish| Ended { finish, stats: self.stats(sequence) });
                     self.output.token(sequence, token, ended).await;
                     if finish.is_some() {
-                        self.end_run(sequence, at);
+                        // Handing over its last token is part of a run.
+                        self.end_run(sequence, self.core.clock.now());
                         self.open.remove(sequence);
                         self.end_when_all_are_over();
                     }

@@ -132,7 +132,8 @@ impl Leg<'_> {
                 let ended = finish.map(|finish| Ended { finish, stats: self.sequence.stats(sequence) });
                 self.output.token(sequence, SampledToken { id: token, logprob, index }, ended).await;
                 if finish.is_some() {
-                    self.end_run(sequence, at);
+                    // Handing over its last token is part of a run.
+                    self.end_run(sequence, self.core.clock.now());
                     self.open.remove(sequence);
                 }
             }

@@ -1,22 +1,17 @@
 //! The spans of one leg: gathered while it runs, handed on when it ends. Costs nothing where nothing is traced.
 
-mod chunks;
-
 use std::time::Duration;
 
 use baton_handoff::{Cause, HandoffKey, Time};
+use baton_proto::v1::decode_server;
 use baton_telemetry::names;
-use baton_telemetry::trace::{CallContext, Recorder, Span, SpanKind, TraceContext, Tracing, new_span_id};
+use baton_telemetry::trace::{APART, CallContext, Chunks, Recorder, Span, SpanKind, TraceContext, Tracing};
 use baton_worker::{Clock, RunStats, Stall};
 
 use crate::kv_cost::{Cost, Marks};
-use chunks::Chunks;
 
 /// Stalls of one sequence that have spans: the longest ones.
 const MAX_STALLS: usize = 16;
-
-/// Between the end of a span and the start of the one that follows it: who looks for the critical path asks for strictly before.
-const GAP: Duration = Duration::from_micros(1);
 
 /// Where a leg's spans belong.
 #[derive(Clone, Copy)]
@@ -52,7 +47,7 @@ impl LegSpans {
     pub(crate) fn new(tracing: &Tracing, clock: Clock, called: Called) -> Self {
         let recorder = called.call.map_or_else(Recorder::default, |call| tracing.recorder(call.parent));
         Self {
-            id: if recorder.is_on() { new_span_id() } else { [0; 8] },
+            id: recorder.draw_id(),
             recorder,
             clock,
             called,
@@ -67,7 +62,7 @@ impl LegSpans {
 
     /// The trace, and the span of this worker that serves the request in it.
     pub(crate) fn served_by(&self) -> Option<TraceContext> {
-        self.recorder.is_on().then(|| TraceContext { span_id: self.id, ..self.recorder.trace() })
+        self.recorder.context_of(self.id)
     }
 
     /// For exemplars.
@@ -80,12 +75,19 @@ impl LegSpans {
         Span::new(name, SpanKind::Internal, Some(parent), start, end)
     }
 
+    /// A part of what leads up to the run, from where the last one ended to `end`; none if that was no time.
+    fn prepare(&mut self, name: &'static str, end: Time) -> Option<Span> {
+        let start = self.prepared + APART;
+        (start < end).then(|| {
+            self.prepared = end;
+            self.span(name, self.id, (start, end))
+        })
+    }
+
     fn server(&self, name: &'static str, parent: [u8; 8], (start, end): (Time, Time)) -> Span {
         let [start, end] = [start, end].map(|time| self.clock.instant(time));
         Span::new(name, SpanKind::Server, Some(parent), start, end)
-            .with(names::RPC_SYSTEM, "grpc")
-            .with(names::RPC_SERVICE, "baton.v1.Decode")
-            .with(names::RPC_METHOD, "Decode")
+            .of_call(decode_server::SERVICE_NAME, "Decode")
             .with(names::BATON_REQUEST_ID, self.called.key.request.to_string())
             .with(names::ATTEMPT, self.called.key.attempt)
     }
@@ -136,22 +138,25 @@ impl LegSpans {
         let boundary = marks.boundary.unwrap_or(at).max(began);
         self.recorder.record(self.span(names::span::DECODE_QUEUE, self.id, (began, boundary)));
         self.prepared = boundary;
-        if let Some(verified) = marks.verified.filter(|_| !cost.exposed.is_zero()) {
-            let span = self
-                .span(names::span::KV_WAIT, self.id, (boundary + GAP, verified))
+        let exposed = marks.verified.filter(|_| !cost.exposed.is_zero());
+        if let Some(span) = exposed.and_then(|verified| self.prepare(names::span::KV_WAIT, verified)) {
+            let span = span
                 .with(names::KV_EXPOSED_MS, ms(cost.exposed))
                 .with(names::KV_WIRE_MS, ms(cost.exposed_wire()))
                 .with(names::KV_CREDIT_MS, ms(cost.credit))
                 .with(names::KV_RESEND_MS, ms(cost.resend));
             self.recorder.record(span);
-            self.prepared = boundary.max(verified);
+        }
+        if let Some(span) = self.prepare(names::span::DECODE_COMMIT, at) {
+            self.recorder.record(span);
         }
     }
 
     /// A step that ended at `end` computed the prompt up to `num_tokens`.
     pub(crate) fn chunk(&mut self, (began, end): (Time, Time), num_tokens: usize) {
         if self.recorder.is_on() && self.started.is_none() {
-            self.chunks.add((began, end), num_tokens);
+            let step = (self.clock.instant(began), self.clock.instant(end));
+            self.chunks.add(step, num_tokens);
         }
     }
 
@@ -167,16 +172,10 @@ impl LegSpans {
         let accepted = self.called.accepted;
         self.recorder.record(self.span(names::span::PREFILL_QUEUE, self.id, (accepted, first_step)));
         self.prepared = first_step;
-        for chunk in std::mem::take(&mut self.chunks).finish(cached_tokens) {
-            let start = chunk.began.max(self.prepared + GAP);
-            let span = self
-                .span(names::span::PREFILL_CHUNK, self.id, (start, chunk.ended))
-                .with(names::TOKENS, chunk.num_tokens)
-                .with(names::CONTEXT, chunk.context)
-                .with_some(names::CHUNKS, (chunk.num_chunks > 1).then_some(chunk.num_chunks))
-                .with_some(names::CACHED_TOKENS, chunk.cached_tokens);
+        let queued = self.clock.instant(first_step);
+        for span in std::mem::take(&mut self.chunks).spans(self.id, queued, cached_tokens) {
+            self.prepared = self.clock.at(span.end());
             self.recorder.record(span);
-            self.prepared = chunk.ended;
         }
     }
 
@@ -198,7 +197,7 @@ impl LegSpans {
     /// A sequence ended, in whatever way, and ran so.
     pub(crate) fn ran(&mut self, sequence: u32, end: Time, stats: &RunStats) {
         let Some(started) = self.started.filter(|_| self.recorder.is_on()) else { return };
-        let start = started.max(self.prepared + GAP);
+        let start = started.max(self.prepared + APART);
         let run = self
             .span(names::span::DECODE_RUN, self.id, (start, end))
             .with(names::SEQUENCE, sequence)

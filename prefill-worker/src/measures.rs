@@ -15,7 +15,7 @@ impl Leg {
     }
 
     /// Adds what this worker measured to what the machine says.
-    pub(crate) fn with_measures(&self, mut message: v1::SourceMessage) -> v1::SourceMessage {
+    pub(crate) fn with_measures(&mut self, mut message: v1::SourceMessage) -> v1::SourceMessage {
         match &mut message.message {
             Some(Message::Notice(notice)) => {
                 let offered_at = self.link.offered_at().map(|at| self.core.clock.at(at));
@@ -31,6 +31,7 @@ impl Leg {
                     per_context_token_s: cost.per_context_token_s,
                     residual,
                 });
+                self.spans.committing();
             }
             _ => {}
         }

@@ -2,17 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use baton_handoff::{HandoffKey, Time};
+use baton_handoff::{Cause, HandoffKey, Time};
+use baton_proto::v1::prefill_server;
 use baton_telemetry::names;
-use baton_telemetry::trace::{CallContext, Recorder, Span, SpanKind, TraceContext, Tracing, new_span_id};
+use baton_telemetry::trace::{CallContext, Chunks, Recorder, Span, SpanKind, TraceContext, Tracing};
 use baton_transfer::{SentTotals, Transport};
 use baton_worker::Clock;
-
-/// Chunks with a span of their own; the last one stands for all that follow.
-const MAX_CHUNKS: usize = 16;
-
-/// A follower starts this much after its predecessor ends, so that a trace's critical path walks from one to the other.
-const APART: Duration = Duration::from_micros(1);
 
 /// Marks of one leg.
 pub(crate) struct Spans {
@@ -27,8 +22,9 @@ pub(crate) struct Spans {
     opened: Option<Time>,
     cached_tokens: usize,
     num_computed: usize,
-    chunks: Vec<Chunk>,
-    is_told: bool,
+    chunks: Chunks,
+    /// When the router was told of the first token, or that there is none.
+    told_at: Option<Instant>,
     handoff: Option<Handoff>,
 }
 
@@ -40,19 +36,12 @@ pub(crate) struct Caller {
     pub(crate) called: Instant,
 }
 
-struct Chunk {
-    began: Time,
-    ended: Time,
-    tokens: usize,
-    /// Tokens before it.
-    context: usize,
-    num: u32,
-}
-
 struct Handoff {
     id: [u8; 8],
     begun: Instant,
     transfer: Option<Transfer>,
+    /// When the last byte had been handed to the transport, and the commit followed.
+    committed_at: Option<Instant>,
 }
 
 struct Transfer {
@@ -61,7 +50,7 @@ struct Transfer {
     num_blocks: usize,
     first_frame_at: Option<Instant>,
     credit_wait: Duration,
-    delivered_at: Option<Instant>,
+    is_delivered: bool,
 }
 
 impl Spans {
@@ -71,7 +60,7 @@ impl Spans {
         let recorder =
             caller.context.map_or_else(Recorder::default, |context| tracing.recorder(context.parent));
         Self {
-            server: if recorder.is_on() { new_span_id() } else { [0; 8] },
+            server: recorder.draw_id(),
             recorder,
             clock,
             context: caller.context.unwrap_or(nobody),
@@ -81,20 +70,15 @@ impl Spans {
             opened: None,
             cached_tokens: 0,
             num_computed: 0,
-            chunks: Vec::new(),
-            is_told: false,
+            chunks: Chunks::default(),
+            told_at: None,
             handoff: None,
         }
     }
 
-    /// The trace's context as of one of this leg's spans; `None` when nothing is traced.
-    fn of(&self, span_id: [u8; 8]) -> Option<TraceContext> {
-        self.recorder.is_on().then_some(TraceContext { span_id, ..self.context.parent })
-    }
-
-    /// The SERVER span.
+    /// The SERVER span; `None` when nothing is traced.
     pub(crate) fn server(&self) -> Option<TraceContext> {
-        self.of(self.server)
+        self.recorder.context_of(self.server)
     }
 
     /// The prompt's first chunk is next.
@@ -111,15 +95,9 @@ impl Spans {
 
     /// The prompt is computed up to `num_tokens`.
     pub(crate) fn computed(&mut self, began: Time, ended: Time, num_tokens: usize) {
-        let context = std::mem::replace(&mut self.num_computed, num_tokens);
-        let tokens = num_tokens.saturating_sub(context);
-        if !self.recorder.is_on() || tokens == 0 {
-            return;
-        }
-        let is_full = self.chunks.len() == MAX_CHUNKS;
-        match self.chunks.last_mut() {
-            Some(last) if is_full => last.take_in(ended, tokens),
-            _ => self.chunks.push(Chunk { began, ended, tokens, context, num: 1 }),
+        let known = std::mem::replace(&mut self.num_computed, num_tokens);
+        if self.recorder.is_on() && num_tokens > known {
+            self.chunks.add((self.clock.instant(began), self.clock.instant(ended)), num_tokens);
         }
     }
 
@@ -135,14 +113,15 @@ impl Spans {
 
     /// An offer is made: the context that goes with it.
     pub(crate) fn offering(&mut self) -> Option<TraceContext> {
-        let context = self.of(new_id(&self.recorder))?;
-        self.handoff = Some(Handoff { id: context.span_id, begun: Instant::now(), transfer: None });
+        let context = self.recorder.context_of(self.recorder.draw_id())?;
+        let (id, begun) = (context.span_id, Instant::now());
+        self.handoff = Some(Handoff { id, begun, transfer: None, committed_at: None });
         Some(context)
     }
 
     /// A transfer of so many blocks begins: the context that goes with it.
     pub(crate) fn sending(&mut self, transport: Transport, num_blocks: usize) -> Option<TraceContext> {
-        let context = self.of(new_id(&self.recorder))?;
+        let context = self.recorder.context_of(self.recorder.draw_id())?;
         let handoff = self.handoff.as_mut()?;
         handoff.transfer = Some(Transfer {
             id: context.span_id,
@@ -150,7 +129,7 @@ impl Spans {
             num_blocks,
             first_frame_at: None,
             credit_wait: Duration::ZERO,
-            delivered_at: None,
+            is_delivered: false,
         });
         Some(context)
     }
@@ -166,14 +145,25 @@ impl Spans {
     /// The destination has every byte.
     pub(crate) fn delivered(&mut self) {
         if let Some(transfer) = self.handoff.as_mut().and_then(|handoff| handoff.transfer.as_mut()) {
-            transfer.delivered_at = Some(Instant::now());
+            transfer.is_delivered = true;
         }
     }
 
-    /// The handoff is over, well or for a reason.
+    /// The transport has taken every byte, and the commit is next.
+    pub(crate) fn committing(&mut self) {
+        if let Some(handoff) = &mut self.handoff {
+            handoff.committed_at = Some(Instant::now());
+        }
+    }
+
+    /// The handoff is over, well or for a reason. What went well ended when this worker had no more to say: with the commit or, when nobody
+    /// needs one, with word of the last token. A short answer can be over, and the router have hung up, before the decode worker's `Committed`
+    /// has come back.
     pub(crate) fn handed_off(&mut self, totals: SentTotals, failure: Option<&'static str>) {
-        let Some(Handoff { id, begun, transfer }) = self.handoff.take() else { return };
-        let ended = Instant::now();
+        let Some(Handoff { id, begun, transfer, committed_at }) = self.handoff.take() else { return };
+        let failure = failure.filter(|cause| committed_at.is_none() || *cause != Cause::Cancelled.name());
+        let said = committed_at.or(self.told_at).filter(|_| failure.is_none());
+        let ended = said.unwrap_or_else(Instant::now);
         if let Some(span) = transfer.and_then(|transfer| transfer.span(id, ended, totals, failure)) {
             self.recorder.record(span);
         }
@@ -185,71 +175,44 @@ impl Spans {
 
     /// The leg is over; without a first token for a reason.
     pub(crate) fn ended(&mut self, failure: Option<&'static str>) {
-        if !self.is_told {
+        if self.told_at.is_none() {
             self.end_server(failure);
         }
     }
 
     fn end_server(&mut self, failure: Option<&'static str>) {
-        self.is_told = true;
+        let end = Instant::now();
+        self.told_at = Some(end);
         if !self.recorder.is_on() {
             return;
         }
-        let now = self.clock.now();
-        self.record_parts(now);
-        let (start, end) = (self.called, self.clock.instant(now));
+        self.record_parts(end);
+        let start = self.called;
         let span =
             Span::new(names::span::PREFILL, SpanKind::Server, Some(self.context.parent.span_id), start, end)
                 .with_id(self.server)
                 .with(names::BATON_REQUEST_ID, self.key.request.to_string())
                 .with(names::ATTEMPT, self.key.attempt)
                 .with(names::CACHED_TOKENS, self.cached_tokens)
-                .with(names::RPC_SYSTEM, "grpc")
-                .with(names::RPC_SERVICE, "baton.v1.Prefill")
-                .with(names::RPC_METHOD, "Prefill");
+                .of_call(prefill_server::SERVICE_NAME, "Prefill");
         self.recorder.record(failing(span, failure));
     }
 
     /// The queue and the chunks.
-    fn record_parts(&mut self, now: Time) {
-        let part = |name, from: Time, to: Time| {
-            let (start, end) = (self.clock.instant(from), self.clock.instant(to));
-            Span::new(name, SpanKind::Internal, Some(self.server), start, end)
-        };
-        let mut free = self.opened.unwrap_or(now);
-        let mut parts = vec![part(names::span::PREFILL_QUEUE, self.accepted, free)];
-        for (nth, chunk) in self.chunks.iter().enumerate() {
-            let began = chunk.began.max(free + APART);
-            free = chunk.ended.max(began);
-            let span = part(names::span::PREFILL_CHUNK, began, free)
-                .with(names::TOKENS, chunk.tokens)
-                .with(names::CONTEXT, chunk.context)
-                .with_some(names::CACHED_TOKENS, (nth == 0).then_some(self.cached_tokens))
-                .with_some(names::CHUNKS, (chunk.num > 1).then_some(chunk.num));
-            parts.push(span);
+    fn record_parts(&mut self, end: Instant) {
+        let opened = self.opened.map_or(end, |opened| self.clock.instant(opened));
+        let (name, accepted) = (names::span::PREFILL_QUEUE, self.clock.instant(self.accepted));
+        self.recorder.record(Span::new(name, SpanKind::Internal, Some(self.server), accepted, opened));
+        for span in std::mem::take(&mut self.chunks).spans(self.server, opened, self.cached_tokens) {
+            self.recorder.record(span);
         }
-        self.chunks = Vec::new();
-        parts.into_iter().for_each(|span| self.recorder.record(span));
     }
-}
-
-/// Not drawn when nobody will see it.
-fn new_id(recorder: &Recorder) -> [u8; 8] {
-    if recorder.is_on() { new_span_id() } else { [0; 8] }
 }
 
 fn failing(span: Span, failure: Option<&'static str>) -> Span {
     match failure {
         Some(cause) => span.with(names::ERROR_TYPE, cause).failed(cause),
         None => span,
-    }
-}
-
-impl Chunk {
-    fn take_in(&mut self, ended: Time, tokens: usize) {
-        self.ended = ended;
-        self.tokens += tokens;
-        self.num += 1;
     }
 }
 
@@ -263,9 +226,8 @@ impl Transfer {
     ) -> Option<Span> {
         // A transfer that never began is not one.
         let begun = self.first_frame_at?;
-        let end = self.delivered_at.unwrap_or(ended);
-        let failure = failure.filter(|_| self.delivered_at.is_none());
-        let span = Span::new(names::span::KV_SEND, SpanKind::Producer, Some(handoff), begun, end)
+        let failure = failure.filter(|_| !self.is_delivered);
+        let span = Span::new(names::span::KV_SEND, SpanKind::Producer, Some(handoff), begun, ended)
             .with_id(self.id)
             .with(names::KV_BYTES, totals.bytes)
             .with(names::KV_FRAMES, totals.frames)
@@ -324,6 +286,7 @@ mod tests {
 
     #[test]
     fn a_leg_that_went_well_has_all_its_parts_in_order_and_in_place() {
+        let committed = std::cell::Cell::new(None);
         let spans = spans(|spans| {
             spans.accepted = ms(1);
             spans.opened(ms(10), 32);
@@ -335,6 +298,9 @@ mod tests {
             let first = Instant::now();
             spans.sent(Some(first), ms(4));
             spans.told();
+            spans.committing();
+            committed.set(Some(Instant::now()));
+            std::thread::sleep(ms(2));
             spans.delivered();
             spans.handed_off(SentTotals { bytes: 640, frames: 8, resent_frames: 1 }, None);
             spans.ended(None);
@@ -363,23 +329,66 @@ mod tests {
         assert_eq!((handoff.kind(), handoff.parent()), (SpanKind::Internal, Some([3; 8])));
         assert_eq!((transfer.kind(), transfer.parent()), (SpanKind::Producer, Some(handoff.id())));
         assert!(handoff.start() <= transfer.start() && transfer.end() <= handoff.end());
+        assert!(Some(handoff.end()) <= committed.get(), "the answer to the commit is not waited for");
         assert_eq!((int(transfer, names::KV_BYTES), int(transfer, names::KV_BLOCKS)), (Some(640), Some(5)));
         assert_eq!(transfer.attribute(names::KV_TRANSPORT), Some(&Value::from("shm")));
         assert_eq!(transfer.attribute(names::KV_CREDIT_WAIT_MS), Some(&Value::Float(4.0)));
     }
 
     #[test]
-    fn many_chunks_share_the_last_span() {
+    fn a_router_that_hangs_up_behind_the_commit_is_no_failure_and_one_that_does_before_it_is() {
+        for commits in [true, false] {
+            let committed = std::cell::Cell::new(Instant::now());
+            let spans = spans(|spans| {
+                spans.opened(ms(0), 0);
+                spans.offering();
+                spans.sending(Transport::Shm, 5);
+                spans.sent(Some(Instant::now()), ms(0));
+                spans.told();
+                if commits {
+                    spans.committing();
+                }
+                committed.set(Instant::now());
+                std::thread::sleep(ms(2));
+                spans.handed_off(SentTotals::default(), Some("cancelled"));
+            });
+            for name in ["handoff", name::KV_SEND] {
+                let [span] = of(&spans, name)[..] else { panic!("{spans:?}") };
+                assert_eq!(span.failure(), (!commits).then_some("cancelled"));
+                assert_eq!(span.end() <= committed.get(), commits, "{span:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_handoff_that_nobody_needs_ends_with_word_of_the_last_token() {
+        let told = std::cell::Cell::new(None);
         let spans = spans(|spans| {
             spans.opened(ms(0), 0);
-            (1..=40).for_each(|nth| spans.computed(ms(nth as u64), ms(nth as u64 + 1), nth * 16));
+            spans.offering();
+            spans.sending(Transport::Shm, 5);
+            spans.sent(Some(Instant::now()), ms(0));
+            spans.told();
+            told.set(Some(Instant::now()));
+            std::thread::sleep(ms(2));
+            spans.handed_off(SentTotals::default(), None);
+        });
+        for name in ["handoff", name::KV_SEND] {
+            let [span] = of(&spans, name)[..] else { panic!("{spans:?}") };
+            assert!(Some(span.end()) <= told.get() && span.failure().is_none(), "{span:?}");
+        }
+    }
+
+    #[test]
+    fn what_was_computed_before_makes_no_chunk() {
+        let spans = spans(|spans| {
+            spans.opened(ms(0), 32);
+            spans.computed(ms(1), ms(2), 32);
+            spans.computed(ms(2), ms(3), 48);
             spans.told();
         });
         let chunks = of(&spans, name::PREFILL_CHUNK);
-        assert_eq!(chunks.len(), MAX_CHUNKS);
-        assert_eq!((int(chunks[0], names::CHUNKS), int(chunks[14], names::TOKENS)), (None, Some(16)));
-        assert_eq!((int(chunks[15], names::CHUNKS), int(chunks[15], names::TOKENS)), (Some(25), Some(400)));
-        assert_eq!(chunks[15].end() - chunks[0].start(), ms(40));
+        assert_eq!((chunks.len(), int(chunks[0], names::TOKENS)), (1, Some(16)));
     }
 
     #[test]
@@ -413,7 +422,7 @@ mod tests {
             );
             spans.told();
             spans.handed_off(SentTotals::default(), None);
-            assert_eq!(spans.chunks.capacity(), 0);
+            assert_eq!(std::mem::take(&mut spans.chunks).spans([0; 8], Instant::now(), 0).count(), 0);
         }
         assert!(delivered.try_recv().is_err());
     }

@@ -75,13 +75,12 @@ fn requests_that_waited_for_their_kv_are_found_by_how_long() {
             ..ClusterConfig::default()
         })
         .await;
-        // Enough tokens that the answer does not end before P has heard of the commit.
-        complete(&cluster, &mut random, 2048, 200).await;
+        complete(&cluster, &mut random, 2048, 4).await;
         // 1 MiB takes 2.1 s, of which the prefill hides one.
         cable.set_rate(4);
-        complete(&cluster, &mut random, 2048, 200).await;
+        complete(&cluster, &mut random, 2048, 4).await;
         cable.set_rate(10_000);
-        complete(&cluster, &mut random, 2048, 200).await;
+        complete(&cluster, &mut random, 2048, 4).await;
 
         let three = |found: &[Trace]| found.iter().filter(|trace| has(trace, "decode.run")).count() == 3;
         backends.find(Search { service: ROUTER, ..Search::default() }, three).await;

@@ -70,12 +70,20 @@ pub(crate) fn run(options: TraceOptions) -> Result<(), Failure> {
         lines::read(file, |batch| gathered.add(batch))?;
     }
     if gathered.num_spans() == 0 {
-        return Err(Failure::Unexpected(format!("no span of that kind in {} files", files.len())));
+        let files = counted((files.len(), "file"));
+        return Err(Failure::Unexpected(format!("no span of that kind in {files}")));
     }
     let (num_spans, num_traces) = (gathered.num_spans(), gathered.num_traces());
     write(&options, &gathered.document())?;
-    eprintln!("{num_spans} spans of {num_traces} traces from {} files", files.len());
+    let [spans, traces, files] =
+        [(num_spans, "span"), (num_traces, "trace"), (files.len(), "file")].map(counted);
+    eprintln!("{spans} of {traces} from {files}");
     Ok(())
+}
+
+/// So many of a thing whose plural ends in s.
+fn counted((num, what): (usize, &str)) -> String {
+    format!("{num} {what}{}", if num == 1 { "" } else { "s" })
 }
 
 /// Which traces are asked for; reads the files once where that takes knowing the requests.
@@ -147,6 +155,11 @@ mod tests {
         for bad in ["", "4bf9", "4bf92f3577b34da6a3ce929d0e0e473g", "4bf92f3577b34da6a3ce929d0e0e47361"] {
             assert!(trace_id(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn one_is_not_many() {
+        assert_eq!([0, 1, 2].map(|num| counted((num, "trace"))), ["0 traces", "1 trace", "2 traces"]);
     }
 
     #[test]

@@ -8,7 +8,10 @@ pub mod log;
 pub mod metrics;
 pub mod names;
 pub mod scrape;
+mod stall_cause;
 pub mod trace;
+
+pub use stall_cause::StallCause;
 
 /// What can go wrong while telemetry is set up; nothing can go wrong later.
 #[derive(Debug, thiserror::Error)]

@@ -12,6 +12,8 @@ pub const ROLE: &str = "role";
 
 /// Names of spans. A request's root is named after its operation and its model instead.
 pub mod span {
+    /// Router: the request's body arrives.
+    pub const READ: &str = "read";
     /// Router: reading, rendering and encoding a request.
     pub const TOKENIZE: &str = "tokenize";
     /// Router: waiting to be let in.
@@ -26,6 +28,8 @@ pub mod span {
     pub const PREFILL_QUEUE: &str = "prefill.queue";
     /// A part of a prompt is computed.
     pub const PREFILL_CHUNK: &str = "prefill.chunk";
+    /// Router: from when all is known to the last byte handed over.
+    pub const RESPOND: &str = "respond";
     /// Prefill worker: from the offer to the commit.
     pub const HANDOFF: &str = "handoff";
     /// Prefill worker: KV is sent.
@@ -38,6 +42,8 @@ pub mod span {
     pub const DECODE_QUEUE: &str = "decode.queue";
     /// Decode worker: the exposed part of a transfer.
     pub const KV_WAIT: &str = "kv.wait";
+    /// Decode worker: from when all KV is there to the step boundary at which the sequence runs.
+    pub const DECODE_COMMIT: &str = "decode.commit";
     /// Decode worker: a sequence runs.
     pub const DECODE_RUN: &str = "decode.run";
     /// Decode worker: a gap between two tokens that decoding alone does not explain.

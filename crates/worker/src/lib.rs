@@ -42,7 +42,7 @@ pub use size::ByteSize;
 pub use state::{Lifecycle, State};
 pub use steps::{
     AvoidedStall, Built, CacheView, LayerSink, Load, Owner, RunStats, Sequence, SequenceEvent, Stall,
-    StallCause, Stamped, StepHandle, StepRates, StepThread, StepThreadOptions, Submission, prefill_seconds,
+    Stamped, StepHandle, StepRates, StepThread, StepThreadOptions, Submission, prefill_seconds,
     refusal_cause,
 };
 pub use threads::Niceness;

@@ -1,7 +1,8 @@
 use baton_handoff::RequestId;
+use baton_telemetry::StallCause;
 use baton_telemetry::names::span as name;
-use baton_telemetry::trace::{Finished, Sampler, Value};
-use baton_worker::{Owner, StallCause};
+use baton_telemetry::trace::{Finished, Sampler, Value, after};
+use baton_worker::Owner;
 
 use super::*;
 use crate::kv_cost::Waits;
@@ -80,13 +81,13 @@ fn a_handed_off_leg_has_its_spans_where_they_belong_and_none_touches_the_next() 
         spans.sent_by(Some(context(5)));
         spans.begin(ms(200));
         spans.received(&marks, None);
-        spans.run_received(ms(250), &marks, &marks.cost(ms(250), &Waits::default()));
+        spans.run_received(ms(262), &marks, &marks.cost(ms(262), &Waits::default()));
         spans.stall(&stall(0, 300, 40));
         let stats = RunStats { steps: 12, batch_max: 3, itl_p50: ms(7), ..RunStats::default() };
         spans.ran(0, ms(400), &stats);
         spans.end(ms(401), Cause::Duplicate);
     });
-    assert_eq!(spans.len(), 7);
+    assert_eq!(spans.len(), 8);
     let decode = one(&spans, "decode");
     let run = one(&spans, name::DECODE_RUN);
     let wanted = [
@@ -95,7 +96,8 @@ fn a_handed_off_leg_has_its_spans_where_they_belong_and_none_touches_the_next() 
         ("decode", SpanKind::Server, PARENT, (200, 401)),
         (name::DECODE_QUEUE, SpanKind::Internal, decode.id(), (200, 210)),
         (name::KV_WAIT, SpanKind::Internal, decode.id(), (210, 250)),
-        (name::DECODE_RUN, SpanKind::Internal, decode.id(), (250, 400)),
+        (name::DECODE_COMMIT, SpanKind::Internal, decode.id(), (250, 262)),
+        (name::DECODE_RUN, SpanKind::Internal, decode.id(), (262, 400)),
         (name::DECODE_STALL, SpanKind::Internal, run.id(), (300, 350)),
     ];
     for (name, kind, parent, times) in wanted {
@@ -103,8 +105,10 @@ fn a_handed_off_leg_has_its_spans_where_they_belong_and_none_touches_the_next() 
         assert_eq!((span.kind(), span.parent(), span.failure()), (kind, Some(parent), None), "{name}");
         assert_eq!(millis(span, clock), times, "{name}");
     }
-    for (before, after) in [(name::DECODE_QUEUE, name::KV_WAIT), (name::KV_WAIT, name::DECODE_RUN)] {
-        assert!(one(&spans, before).end() < one(&spans, after).start(), "{after} touches {before}");
+    let chain = [name::DECODE_QUEUE, name::KV_WAIT, name::DECODE_COMMIT, name::DECODE_RUN];
+    for pair in chain.windows(2) {
+        let [before, next] = [pair[0], pair[1]].map(|name| one(&spans, name));
+        assert_eq!(next.start(), after(before.end()), "{} and {}", before.name(), next.name());
     }
     let wait = one(&spans, name::KV_WAIT);
     assert_eq!((number(wait, names::KV_EXPOSED_MS), number(wait, names::KV_WIRE_MS)), (40.0, 40.0));
@@ -129,7 +133,7 @@ fn what_was_hidden_has_no_wait_and_a_source_of_another_trace_is_no_parent() {
         spans.end(ms(300), Cause::Duplicate);
     });
     let names: Vec<&str> = spans.iter().map(Span::name).collect();
-    assert_eq!(names, [name::KV_RECV, name::DECODE_QUEUE, name::DECODE_RUN, "decode"]);
+    assert_eq!(names, [name::KV_RECV, name::DECODE_QUEUE, name::DECODE_COMMIT, name::DECODE_RUN, "decode"]);
     assert_eq!(spans[0].parent(), Some(ROOT));
 }
 

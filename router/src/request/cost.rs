@@ -1,5 +1,7 @@
 //! What a request's transfers cost, and what its neighbours cost it or were spared.
 
+use baton_telemetry::StallCause;
+
 /// What transfers cost, in milliseconds on the decode worker's clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Kv {
@@ -23,29 +25,6 @@ impl Kv {
         self.total_ms += other.total_ms;
         self.exposed_ms += other.exposed_ms;
         self.wire_ms += other.wire_ms;
-    }
-}
-
-/// Why tokens came later than decoding alone explains.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum StallCause {
-    LocalPrefill,
-    Preemption,
-    Resume,
-    Copy,
-    SlowStep,
-}
-
-impl StallCause {
-    /// The word that spans carry.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::LocalPrefill => "local_prefill",
-            Self::Preemption => "preemption",
-            Self::Resume => "resume",
-            Self::Copy => "copy",
-            Self::SlowStep => "slow_step",
-        }
     }
 }
 

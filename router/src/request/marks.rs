@@ -7,9 +7,9 @@ use baton_dispatch::{DecodeFact, Legs, PrefillFact, RequestFact, Role};
 use baton_handoff::Cause;
 use baton_proto::v1::{decode_server, prefill_server};
 use baton_telemetry::names;
-use baton_telemetry::trace::{CallContext, Span, SpanKind, TraceContext, new_span_id};
+use baton_telemetry::trace::{CallContext, Span, SpanKind, TraceContext, after, new_span_id};
 
-use super::spans::{Root, after};
+use super::spans::Root;
 use crate::fleet::{Found, Member};
 
 /// An attempt while it is under way. Only with tracing on.
@@ -110,11 +110,11 @@ impl Marks {
         let Some(decode) = self.decode.take() else { return };
         if let Some(id) = decode.reserve {
             let span = decode.call.span(root, names::span::RESERVE, (decode.opened_at, now)).with_id(id);
-            root.record(failed(span.with(names::ATTEMPT, self.attempt), why));
+            root.record(span.with(names::ATTEMPT, self.attempt).failed_if(why));
         }
         if let Some(start) = decode.goes_on_at(self.first_at) {
             let span = decode.call.span(root, names::span::DECODE, (start, now)).with_id(decode.call.id);
-            root.record(failed(span.with(names::ATTEMPT, self.attempt), why));
+            root.record(span.with(names::ATTEMPT, self.attempt).failed_if(why));
         }
     }
 
@@ -144,9 +144,7 @@ impl Call {
             Role::Decode => (decode_server::SERVICE_NAME, "Decode"),
         };
         root.child(name, SpanKind::Client, start, end)
-            .with(names::RPC_SYSTEM, "grpc")
-            .with(names::RPC_SERVICE, service)
-            .with(names::RPC_METHOD, method)
+            .of_call(service, method)
             .with(names::SERVER_ADDRESS, self.member.address.clone())
     }
 }
@@ -222,12 +220,5 @@ pub(super) fn failure(fact: &RequestFact) -> Option<&'static str> {
         | RequestFact::Placed { .. }
         | RequestFact::NotPlaced { .. }
         | RequestFact::StopMatched { .. } => None,
-    }
-}
-
-fn failed(span: Span, why: Option<&'static str>) -> Span {
-    match why {
-        Some(why) => span.failed(why),
-        None => span,
     }
 }

@@ -53,6 +53,10 @@ impl Run<'_> {
             root.unplaced(error);
         }
         root.ended(result.as_ref().err());
+        // A client that left is told nothing.
+        if *result != Err(ApiError::Failed { cause: Cause::Cancelled }) {
+            root.responds();
+        }
         if let Some(placed) = self.placed {
             root.set(names::MODE, placed.mode.name());
             root.set(names::REASON, placed.reason);

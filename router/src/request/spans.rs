@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use baton_dispatch::PlaceError;
 use baton_handoff::Cause;
-use baton_telemetry::names;
-use baton_telemetry::trace::{MAX_SPANS, Recorder, Span, SpanKind, TraceContext, Value};
+use baton_telemetry::trace::{MAX_SPANS, Recorder, Span, SpanKind, TraceContext, Value, after};
+use baton_telemetry::{StallCause, names};
 
-use super::cost::{Stall, StallCause};
+use super::cost::Stall;
 use crate::api_error::ApiError;
 use crate::app::App;
 use crate::fleet::Member;
@@ -72,6 +72,8 @@ pub(crate) struct Root {
     num_spans: usize,
     /// Until when something below it ran.
     busy_until: Instant,
+    /// All is known; what remains is to hand it over.
+    responds: bool,
     first_handed_at: Option<Instant>,
     stalls: Stalls,
     workers: Vec<Arc<Member>>,
@@ -93,8 +95,8 @@ struct Reading {
     done: bool,
 }
 
-/// A shorter time at the door is no wait.
-const MIN_DOOR_WAIT: Duration = Duration::from_millis(1);
+/// A shorter time for the body, or at the door, is no wait.
+const MIN_WAIT: Duration = Duration::from_millis(1);
 
 #[derive(Default)]
 struct Stalls {
@@ -138,14 +140,6 @@ impl Placing {
 /// Spans below a root; the rest are not recorded, so that there is always room for the root.
 const MAX_CHILDREN: usize = MAX_SPANS - 1;
 
-/// Consecutive spans lie this far apart: whoever looks for the critical path wants one to end before the next begins.
-const APART: Duration = Duration::from_micros(1);
-
-/// Where a span begins that follows one which ended then.
-pub(super) fn after(end: Instant) -> Instant {
-    end + APART
-}
-
 impl RequestSpans {
     /// A request came.
     pub(crate) fn begin(app: &App, trace: TraceContext, arrival: Arrival) -> Self {
@@ -163,6 +157,7 @@ impl RequestSpans {
             due: false,
             num_spans: 0,
             busy_until: arrival.at,
+            responds: false,
             first_handed_at: None,
             stalls: Stalls::default(),
             workers: Vec::new(),
@@ -252,7 +247,7 @@ impl Root {
         self.reading.let_in = Some(Instant::now());
     }
 
-    /// Its prompt is tokens now, or never will be. A wait at the door is a span of its own.
+    /// Its prompt is tokens now, or never will be. A wait for the body, or at the door, is a span of its own.
     pub(crate) fn tokenized(&mut self, error: Option<&ApiError>) {
         let Reading { since, at_door, let_in, done } = self.reading;
         if done {
@@ -260,9 +255,15 @@ impl Root {
         }
         self.reading.done = true;
         let now = Instant::now();
+        let arrived = self.arrival.at;
+        let is_slow = since.saturating_duration_since(arrived) >= MIN_WAIT;
+        if is_slow {
+            self.record(self.child(names::span::READ, SpanKind::Internal, arrived, since));
+        }
+        let since = if is_slow { after(since) } else { arrived };
         let waited = at_door
             .map(|from| (from, let_in.unwrap_or(now)))
-            .filter(|(from, to)| to.saturating_duration_since(*from) >= MIN_DOOR_WAIT);
+            .filter(|(from, to)| to.saturating_duration_since(*from) >= MIN_WAIT);
         let (tokenize, door) = match (waited, let_in) {
             (None, _) => ((since, now), None),
             (Some((_, to)), Some(_)) => ((after(to), now), Some((since, to))),
@@ -329,6 +330,11 @@ impl Root {
         }
     }
 
+    /// All that the answer says is known now.
+    pub(super) fn responds(&mut self) {
+        self.responds = true;
+    }
+
     /// The trace is exported, sampled or not.
     pub(super) fn keep(&mut self) {
         self.due = true;
@@ -362,6 +368,10 @@ impl Root {
             .model
             .as_ref()
             .map_or_else(|| operation.name().to_owned(), |model| format!("{} {model}", operation.name()));
+        if self.responds {
+            let (start, end) = (after(self.busy_until), Instant::now());
+            self.record(self.child(names::span::RESPOND, SpanKind::Internal, start, end));
+        }
         let end = Instant::now().max(after(self.busy_until));
         let parent = parent.map(|caller| caller.span_id);
         let mut span = Span::new(operation.name(), SpanKind::Server, parent, at, end)
@@ -376,10 +386,7 @@ impl Root {
                 };
                 span.with(names::HTTP_METHOD, "POST").with(names::HTTP_ROUTE, route)
             }
-            Protocol::Grpc => span
-                .with(names::RPC_SYSTEM, "grpc")
-                .with(names::RPC_SERVICE, baton_proto::v1::inference_server::SERVICE_NAME)
-                .with(names::RPC_METHOD, "Generate"),
+            Protocol::Grpc => span.of_call(baton_proto::v1::inference_server::SERVICE_NAME, "Generate"),
         };
         span = span.with(names::STALLED, self.stalls.longest.is_some());
         if let Some(longest) = self.stalls.longest {
@@ -392,10 +399,7 @@ impl Root {
         for (key, value) in std::mem::take(&mut self.attributes) {
             span = span.with(key, value);
         }
-        match self.failure {
-            Some(why) => span.failed(why),
-            None => span,
-        }
+        span.failed_if(self.failure)
     }
 }
 

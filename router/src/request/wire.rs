@@ -3,9 +3,10 @@
 use baton_dispatch::{DecodeFact, PrefillFact};
 use baton_handoff::{Cause, FinishReason, FirstToken, SampledToken};
 use baton_proto::v1;
+use baton_telemetry::StallCause;
 use tonic::{Code, Status};
 
-use super::cost::{AvoidedStall, Kv, RunStats, Stall, StallCause};
+use super::cost::{AvoidedStall, Kv, RunStats, Stall};
 use super::legs::{DecodeEvent, PrefillEvent, Started};
 
 /// What a status in place of an event means.

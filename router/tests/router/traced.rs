@@ -39,12 +39,14 @@ async fn a_chat_is_a_tree_in_its_callers_trace() {
     let root = trace.root();
     assert_eq!((root.name(), root.parent()), ("chat builtin:tiny", Some(caller.span_id)));
     let names = trace.names();
-    assert_eq!(names.len(), 5, "{names:?}");
-    let [tokenize, route, reserve, prefill, decode] =
-        ["tokenize", "route", "reserve", "prefill", "decode"].map(|name| trace.one(name));
-    trace.follow(&[tokenize, route, prefill, decode]);
+    assert_eq!(names.len(), 6, "{names:?}");
+    let [tokenize, route, reserve, prefill, decode, respond] =
+        ["tokenize", "route", "reserve", "prefill", "decode", "respond"].map(|name| trace.one(name));
+    trace.follow(&[tokenize, route, prefill, decode, respond]);
+    assert_eq!(tokenize.start(), root.start(), "nothing lies before it");
     trace.follow(&[route, reserve]);
-    for (span, kind) in [(tokenize, SpanKind::Internal), (route, SpanKind::Internal)]
+    for (span, kind) in [tokenize, route, respond]
+        .map(|span| (span, SpanKind::Internal))
         .into_iter()
         .chain([reserve, prefill, decode].map(|span| (span, SpanKind::Client)))
     {
@@ -206,7 +208,7 @@ async fn what_can_not_be_placed_has_a_route_that_failed() {
     eventually("the worker is missing", async || cluster.client.get("/health").await.status == 503).await;
     assert_eq!(cluster.client.post(PLAIN, &json!({"prompt": "x"})).await.status, 503);
     let trace = spans.next().await;
-    assert_eq!(trace.names(), ["tokenize", "route"]);
+    assert_eq!(trace.names(), ["tokenize", "route", "respond"]);
     assert!(trace.one("route").failure().is_some());
     assert_eq!(text(trace.root(), "error.type"), Some("unavailable"));
 }
@@ -232,7 +234,7 @@ async fn one_token_needs_no_decode_worker() {
     let (cluster, mut spans) = Cluster::traced(ONE_PAIR, Script::says("hello"), &[], 1.0).await;
     cluster.client.post(PLAIN, &json!({"prompt": "x", "max_tokens": 1})).await;
     let trace = spans.next().await;
-    assert_eq!(trace.names(), ["tokenize", "route", "prefill"]);
+    assert_eq!(trace.names(), ["tokenize", "route", "prefill", "respond"]);
     assert_eq!(trace.one("prefill").failure(), None);
 }
 
@@ -242,7 +244,7 @@ async fn a_prompt_computed_where_it_goes_on_has_neither_prefill_nor_reserve() {
     let (cluster, mut spans) = Cluster::traced(shape, Script::says("hello"), &["--colocated"], 1.0).await;
     cluster.client.post(PLAIN, &json!({"prompt": "x"})).await;
     let trace = spans.next().await;
-    assert_eq!(trace.names(), ["tokenize", "route", "decode"]);
+    assert_eq!(trace.names(), ["tokenize", "route", "decode", "respond"]);
     trace.follow(&[trace.one("tokenize"), trace.one("route"), trace.one("decode")]);
     assert_eq!(text(trace.root(), "baton.mode"), Some("colocated"));
     let context = cluster.decode[0].contexts()[0];
@@ -254,7 +256,7 @@ async fn several_answers_are_one_tree() {
     let (cluster, mut spans) = Cluster::traced(ONE_PAIR, Script::says_each(&["abc", "de"]), &[], 1.0).await;
     cluster.client.post(PLAIN, &json!({"prompt": "x", "n": 2, "max_tokens": 3})).await;
     let trace = spans.next().await;
-    assert_eq!(trace.names().len(), 5, "{:?}", trace.names());
+    assert_eq!(trace.names().len(), 6, "{:?}", trace.names());
     assert_eq!(text(trace.root(), "gen_ai.response.finish_reasons"), Some("length,stop"));
     assert_eq!(number(trace.root(), "gen_ai.usage.output_tokens"), Some(6.0));
 }
@@ -274,7 +276,7 @@ async fn grpc_has_the_same_tree() {
     assert_eq!(response.into_inner().filter(|said| std::future::ready(said.is_err())).count().await, 0);
     let trace = spans.next().await;
     assert_eq!(id, trace.hex());
-    assert_eq!((trace.names().len(), trace.root().name()), (5, "chat builtin:tiny"));
+    assert_eq!((trace.names().len(), trace.root().name()), (6, "chat builtin:tiny"));
     for (key, value) in
         [("rpc.system", "grpc"), ("rpc.service", "baton.v1.Inference"), ("rpc.method", "Generate")]
     {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::tracing::Shared;
-use super::{Span, TraceContext};
+use super::{Span, TraceContext, new_span_id};
 
 /// Spans of one recorder, at most; more are dropped and counted.
 pub const MAX_SPANS: usize = 128;
@@ -33,6 +33,16 @@ impl Recorder {
     pub fn trace(&self) -> TraceContext {
         let off = TraceContext { trace_id: [0; 16], span_id: [0; 8], sampled: false };
         self.0.as_ref().map_or(off, |inner| inner.trace)
+    }
+
+    /// An id for a span that is not finished yet; zeros when nobody will see it.
+    pub fn draw_id(&self) -> [u8; 8] {
+        if self.is_on() { new_span_id() } else { [0; 8] }
+    }
+
+    /// The trace as of this span of it; `None` when nothing is recorded.
+    pub fn context_of(&self, span_id: [u8; 8]) -> Option<TraceContext> {
+        self.0.as_ref().map(|inner| TraceContext { span_id, ..inner.trace })
     }
 
     /// Whether the spans are exported without anybody asking for it later.

@@ -1,9 +1,18 @@
 //! One finished span.
 
 use std::borrow::Cow;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{TraceContext, new_span_id};
+use crate::names;
+
+/// Consecutive spans lie this far apart: whoever looks for the critical path wants one to end before the next begins.
+pub const APART: Duration = Duration::from_micros(1);
+
+/// Where a span begins that follows one which ended then.
+pub fn after(end: Instant) -> Instant {
+    end + APART
+}
 
 /// What a span is to the process at its other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,6 +113,21 @@ impl Span {
     pub fn linked(mut self, to: TraceContext) -> Self {
         self.links.push(to);
         self
+    }
+
+    /// Of a call of this gRPC method, on either side.
+    #[must_use]
+    pub fn of_call(self, service: &'static str, method: &'static str) -> Self {
+        self.with(names::RPC_SYSTEM, "grpc").with(names::RPC_SERVICE, service).with(names::RPC_METHOD, method)
+    }
+
+    /// With an error, if there is one.
+    #[must_use]
+    pub fn failed_if(self, why: Option<&'static str>) -> Self {
+        match why {
+            Some(why) => self.failed(why),
+            None => self,
+        }
     }
 
     /// With an error.

@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 
 use super::ledger::AvoidedStall;
 use super::message::{LayerSink, Live, Slot, Stamped, nth_id};
-use super::stall::{Owner, Stall, StallWatch};
+use super::stall::{Owner, Stall, StallWatch, is_chunk};
 use super::stats::RunBoard;
 
 /// What the sequences of one submission share. It is gone when the last of them is over, and with it the channel of events: so
@@ -204,7 +204,7 @@ impl Member {
         let from = self.last_token.replace(Some(at)).or(start)?;
         let gap = watch.gap(from, at, was_preempted);
         board.token(at.saturating_sub(from), watch.num_decoding());
-        if gap.is_stall || gap.cause.is_chunk() {
+        if gap.is_stall || is_chunk(gap.cause) {
             metrics.blocked(gap.cause.name(), gap.blocked.as_secs_f64());
         }
         if !gap.is_stall {

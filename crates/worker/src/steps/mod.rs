@@ -27,6 +27,6 @@ pub use ledger::{AvoidedStall, prefill_seconds};
 pub use message::{LayerSink, Load, SequenceEvent, Stamped, refusal_cause};
 pub(crate) use rates::DecayingRatio;
 pub use rates::StepRates;
-pub use stall::{Owner, Stall, StallCause};
+pub use stall::{Owner, Stall};
 pub use stats::RunStats;
 pub use thread::{Built, StepThread, StepThreadOptions};

@@ -5,42 +5,15 @@ use std::time::Duration;
 
 use baton_handoff::RequestId;
 use baton_scheduler::Time;
+use baton_telemetry::StallCause;
 use baton_telemetry::trace::TraceContext;
 
 /// Steps that may explain a gap, at most: a gap over more steps than that is a preemption.
 const NUM_NOTES: usize = 32;
 
-/// Why a sequence waited for its token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StallCause {
-    /// A prompt of another request was computed here.
-    LocalPrefill,
-    /// It had given up its blocks itself.
-    Preemption,
-    /// Another sequence that came back was computed again.
-    Resume,
-    /// Blocks were copied.
-    Copy,
-    /// Nothing known.
-    SlowStep,
-}
-
-impl StallCause {
-    /// A stable name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::LocalPrefill => "local_prefill",
-            Self::Preemption => "preemption",
-            Self::Resume => "resume",
-            Self::Copy => "copy",
-            Self::SlowStep => "slow_step",
-        }
-    }
-
-    /// Whether others' prompts were in the step, so that every excess over decoding alone is theirs.
-    pub(super) const fn is_chunk(self) -> bool {
-        matches!(self, Self::LocalPrefill | Self::Resume)
-    }
+/// Whether others' prompts were in the step, so that every excess over decoding alone is theirs.
+pub(super) const fn is_chunk(cause: StallCause) -> bool {
+    matches!(cause, StallCause::LocalPrefill | StallCause::Resume)
 }
 
 /// A request as others name it.
@@ -176,7 +149,7 @@ impl StallWatch {
             None => (StallCause::SlowStep, None),
         };
         // Before the first step that only decoded, all of a step with a prompt counts, and of others nothing.
-        let unknown = if cause.is_chunk() { Duration::ZERO } else { Duration::MAX };
+        let unknown = if is_chunk(cause) { Duration::ZERO } else { Duration::MAX };
         let blocked = to.saturating_sub(from).saturating_sub(self.expected.unwrap_or(unknown));
         Gap { cause, blocked, blocker, is_stall: blocked >= self.threshold }
     }

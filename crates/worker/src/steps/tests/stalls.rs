@@ -1,5 +1,7 @@
 //! What the loop tells of stalls, of boundaries in the past, and of what was avoided.
 
+use baton_telemetry::StallCause;
+
 use super::boundaries::Boundaries;
 use super::stall::StallWatch;
 use super::stats::RunBoard;
