@@ -10,6 +10,7 @@ mod client;
 mod config;
 mod doctor;
 mod exit;
+mod plan;
 mod roles;
 mod sim;
 mod trace_export;
@@ -49,6 +50,7 @@ fn run(parsed: Parsed) -> Result<(), Failure> {
         Commands::Doctor(options) => doctor::run(&options),
         Commands::Trace(options) => trace_export::run(options),
         Commands::Sim(options) => sim::run(&options),
+        Commands::Plan(options) => plan::run(&options),
         role @ (Commands::Router(_) | Commands::PrefillWorker(_) | Commands::DecodeWorker(_)) => {
             roles::run(role, &cli.global)
         }
