@@ -16,6 +16,7 @@ use crate::config::{self, ConfigFile};
 use crate::doctor::{self, DoctorOptions};
 use crate::exit::{self, Failure};
 use crate::lab::LabOptions;
+use crate::plan::PlanOptions;
 use crate::sim::SimOptions;
 use crate::trace_export::TraceOptions;
 use crate::tracing::Traced;
@@ -110,10 +111,12 @@ pub(crate) enum Commands {
     Doctor(DoctorOptions),
     /// Work with the traces that processes wrote to files
     Trace(TraceOptions),
-    /// Run whole clusters in virtual time, with faults, and check that nothing breaks
+    /// Run whole clusters in virtual time: with faults, to check that nothing breaks, or under a load, to see how they serve it
     Sim(SimOptions),
     /// Show the ideas that Baton is made of, each on the code that serves
     Lab(LabOptions),
+    /// Tell how many workers of each kind a load and an objective need
+    Plan(PlanOptions),
 }
 
 /// A command line that was understood.

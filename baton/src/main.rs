@@ -11,6 +11,7 @@ mod config;
 mod doctor;
 mod exit;
 mod lab;
+mod plan;
 mod roles;
 mod sim;
 mod trace_export;
@@ -51,6 +52,7 @@ fn run(parsed: Parsed) -> Result<(), Failure> {
         Commands::Trace(options) => trace_export::run(options),
         Commands::Sim(options) => sim::run(&options),
         Commands::Lab(options) => lab::run(&options),
+        Commands::Plan(options) => plan::run(&options),
         role @ (Commands::Router(_) | Commands::PrefillWorker(_) | Commands::DecodeWorker(_)) => {
             roles::run(role, &cli.global)
         }

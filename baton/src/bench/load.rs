@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
+use baton_sim::workload::Random;
 use tokio::task::JoinSet;
 
 use super::options::BenchOptions;
-use super::random::Random;
 use super::report::Measured;
 use super::request::{Asks, Record, measure};
 use crate::client::{Client, ClientError};

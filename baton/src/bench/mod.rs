@@ -4,13 +4,12 @@
 //! ITL is the gap between two events that carry tokens, one sample a gap; TPOT is a request's mean. Times of an open
 //! loop start at the planned moment of arrival, so that a late start can't hide a queue.
 
-mod compare;
+pub(crate) mod compare;
 mod drive;
 mod engine;
 mod load;
-mod mooncake;
+pub(crate) mod mooncake;
 mod options;
-mod random;
 mod report;
 mod request;
 mod stall;
@@ -20,8 +19,8 @@ mod workload;
 
 use std::ffi::OsString;
 
-pub(crate) use options::BenchOptions;
 use options::OtherBench;
+pub(crate) use options::{BenchOptions, positive};
 
 use crate::client::Client;
 use crate::exit::Failure;
@@ -63,7 +62,11 @@ pub(crate) async fn run(options: BenchOptions, global: Vec<OsString>) -> Result<
     Ok(())
 }
 
-fn print(report: &impl serde::Serialize, table: &str, json: bool) -> Result<(), Failure> {
+/// Prints one JSON object, or the table.
+///
+/// # Errors
+/// [`Failure::Unexpected`] when it can't be written as JSON.
+pub(crate) fn print(report: &impl serde::Serialize, table: &str, json: bool) -> Result<(), Failure> {
     if json {
         let text =
             serde_json::to_string_pretty(report).map_err(|error| Failure::Unexpected(error.to_string()))?;

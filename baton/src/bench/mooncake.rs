@@ -7,13 +7,13 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use baton_sim::workload::{Arrival, Prompt, TRACE_BLOCK_TOKENS};
 use serde::Deserialize;
 
-use super::workload::{Arrival, Prompt};
 use crate::exit::Failure;
 
 /// Tokens that one hash id stands for.
-const BLOCK: u32 = 512;
+const BLOCK: u32 = TRACE_BLOCK_TOKENS;
 /// Longest line that is read, in bytes: a prompt of a million tokens has 2,000 ids of at most 20 digits.
 const MAX_LINE_BYTES: usize = 256 << 10;
 /// Requests that a file may hold.
@@ -30,25 +30,25 @@ struct Line {
 
 /// What was read.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Trace {
+pub(crate) struct Trace {
     /// Requests, by time; the first at once.
-    pub(super) arrivals: Vec<Arrival>,
+    pub(crate) arrivals: Vec<Arrival>,
     /// Requests left out because prompt and answer are longer than the context.
-    pub(super) num_too_long: usize,
+    pub(crate) num_too_long: usize,
 }
 
 /// What of a file is taken.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Part {
+pub(crate) struct Part {
     /// Only requests up to here, from the first one on.
-    pub(super) duration: Duration,
+    pub(crate) duration: Duration,
     /// Tokens of prompt and answer together, at most.
-    pub(super) context: u32,
+    pub(crate) context: u32,
 }
 
 /// A trace file that was read and understood.
 #[derive(Debug)]
-pub(super) struct TraceFile {
+pub(crate) struct TraceFile {
     path: PathBuf,
     lines: Vec<Line>,
 }
@@ -58,7 +58,7 @@ impl TraceFile {
     ///
     /// # Errors
     /// [`Failure::Usage`] with file, line and field.
-    pub(super) fn read(path: &Path) -> Result<Self, Failure> {
+    pub(crate) fn read(path: &Path) -> Result<Self, Failure> {
         let bad = |why: String| Failure::Usage(format!("--workload {}: {why}", path.display()));
         let file = std::fs::File::open(path).map_err(|error| bad(error.to_string()))?;
         let lines = parse(BufReader::new(file)).map_err(bad)?;
@@ -69,7 +69,7 @@ impl TraceFile {
     ///
     /// # Errors
     /// [`Failure::Usage`] when there is none.
-    pub(super) fn take(self, part: Part) -> Result<Trace, Failure> {
+    pub(crate) fn take(self, part: Part) -> Result<Trace, Failure> {
         let trace = take(self.lines, part);
         if trace.arrivals.is_empty() {
             return Err(Failure::Usage(format!(

@@ -1,8 +1,8 @@
 //! Options of `baton bench`.
 
-use std::fmt;
-use std::str::FromStr;
 use std::time::Duration;
+
+use baton_sim::workload::Lengths;
 
 use super::compare::CompareOptions;
 use super::engine::EngineOptions;
@@ -132,7 +132,7 @@ impl BenchOptions {
     }
 }
 
-pub(super) fn positive(text: &str) -> Result<f64, String> {
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
         _ => Err("a number above 0, up to 1000000".to_owned()),
@@ -143,50 +143,5 @@ pub(super) fn seconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 86_400.0 => Ok(Duration::from_secs_f64(number)),
         _ => Err("seconds above 0, up to 86400".to_owned()),
-    }
-}
-
-/// A length in tokens, or a range of them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Lengths {
-    /// Smallest.
-    pub(super) low: u32,
-    /// Largest; equal to `low` for a fixed length.
-    pub(super) high: u32,
-}
-
-impl FromStr for Lengths {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (low, high) = text.split_once('-').unwrap_or((text, text));
-        match (low.trim().parse(), high.trim().parse()) {
-            (Ok(low), Ok(high)) if 1 <= low && low <= high => Ok(Self { low, high }),
-            _ => Err("a number of tokens from 1 up, or LOW-HIGH".to_owned()),
-        }
-    }
-}
-
-impl fmt::Display for Lengths {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.low == self.high {
-            write!(f, "{}", self.low)
-        } else {
-            write!(f, "{}-{}", self.low, self.high)
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lengths_are_a_number_or_a_range() {
-        assert_eq!("7".parse(), Ok(Lengths { low: 7, high: 7 }));
-        assert_eq!("7-9".parse(), Ok(Lengths { low: 7, high: 9 }));
-        for text in ["", "0", "9-7", "-3", "3-", "x"] {
-            assert!(text.parse::<Lengths>().is_err(), "{text}");
-        }
     }
 }

@@ -2,10 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use baton_sim::workload::{Lengths, Random};
 use serde_json::json;
 
-use super::options::Lengths;
-use super::random::Random;
 use crate::client::{Client, ClientError, KvReport};
 
 /// Prompts use ids from here up: the first ones are often special tokens.

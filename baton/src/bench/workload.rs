@@ -3,19 +3,16 @@
 
 use std::time::Duration;
 
-use super::options::Lengths;
-use super::random::Random;
+pub(super) use baton_sim::workload::{Arrival, Gaps, Pace, Prompt};
+use baton_sim::workload::{Lengths, MAX_ARRIVALS, Random, UniqueShape};
+
 use super::request::{Ask, Asks, FIRST_ID};
 use crate::exit::Failure;
 
 /// Tokens of a background stream's own prompt: one block.
-const STREAM_PROMPT_TOKENS: u32 = 16;
+pub(super) const STREAM_PROMPT_TOKENS: u32 = 16;
 /// Random sequences: background prompts count from 0, arriving prompts from here.
 const FIRST_ARRIVAL: u64 = 1 << 32;
-/// The sequence that arrival times are drawn from.
-const TIMES: u64 = u64::MAX;
-/// Arrivals of one run.
-const MAX_ARRIVALS: usize = 1_000_000;
 /// Set apart from the sequences of unique prompts, so that a shared block never equals one of theirs.
 const SHARED_BLOCKS: u64 = 0x7368_6172_6564_0000;
 
@@ -43,47 +40,6 @@ pub(super) struct Streams {
     pub(super) output_tokens: u32,
 }
 
-/// One request that arrives.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct Arrival {
-    /// When, from the end of the quiet time on.
-    pub(super) at: Duration,
-    /// What it asks about.
-    pub(super) prompt: Prompt,
-    /// Tokens it asks for.
-    pub(super) output_tokens: u32,
-}
-
-/// A prompt, told shortly: its tokens are made when it is sent.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Prompt {
-    /// Unlike any other from its first block on.
-    Unique {
-        /// Which one.
-        nth: u64,
-        /// Its length.
-        tokens: u32,
-    },
-    /// Blocks by name: the same name stands for the same tokens, so that prompts share what their traces say they share.
-    Blocks {
-        /// Names of the blocks, in order.
-        ids: Vec<u64>,
-        /// Tokens of a whole block; the last one may be shorter.
-        block: u32,
-        /// Tokens of all.
-        tokens: u32,
-    },
-}
-
-impl Prompt {
-    /// Its length in tokens.
-    pub(super) fn num_tokens(&self) -> u32 {
-        match self {
-            Self::Unique { tokens, .. } | Self::Blocks { tokens, .. } => *tokens,
-        }
-    }
-}
-
 impl Workload {
     /// The request of an arrival.
     pub(super) fn ask(&self, arrival: &Arrival) -> Ask {
@@ -107,7 +63,7 @@ impl Workload {
     }
 
     fn asks(&self, prompt: u32, output: u32) -> Asks {
-        let exactly = |tokens| Lengths { low: tokens, high: tokens };
+        let exactly = Lengths::exactly;
         Asks {
             seed: self.seed,
             vocab: self.vocab,
@@ -120,26 +76,6 @@ impl Workload {
     pub(super) fn longest_prompt(&self) -> u32 {
         self.arrivals.iter().map(|arrival| arrival.prompt.num_tokens()).max().unwrap_or(STREAM_PROMPT_TOKENS)
     }
-}
-
-/// How unique prompts arrive.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Pace {
-    /// Arrivals a second of a Poisson process, or else one after each of these.
-    pub(super) gaps: Gaps,
-    /// Go on for this long...
-    pub(super) duration: Duration,
-    /// ...and until so many have come.
-    pub(super) at_least: u32,
-}
-
-/// Time between two arrivals.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Gaps {
-    /// A Poisson process of this rate, a second.
-    Poisson(f64),
-    /// Always the same.
-    Every(Duration),
 }
 
 /// What every one of the unique prompts is.
@@ -156,22 +92,15 @@ pub(super) struct Shape {
 /// # Errors
 /// [`Failure::Usage`] for more of them than [`MAX_ARRIVALS`].
 pub(super) fn unique_arrivals(seed: u64, pace: Pace, shape: Shape) -> Result<Vec<Arrival>, Failure> {
-    let mut random = Random::new(seed, TIMES);
-    let (mut arrivals, mut at) = (Vec::new(), Duration::ZERO);
-    while at < pace.duration || arrivals.len() < pace.at_least as usize {
-        if arrivals.len() == MAX_ARRIVALS {
-            let why =
-                "a shorter --duration, fewer --arrivals, a lower --arrival-rate or a longer --arrival-every";
-            return Err(Failure::Usage(format!("more than {MAX_ARRIVALS} arrivals: choose {why}")));
-        }
-        let prompt = Prompt::Unique { nth: arrivals.len() as u64, tokens: shape.prompt_tokens };
-        arrivals.push(Arrival { at, prompt, output_tokens: shape.output_tokens });
-        at += match pace.gaps {
-            Gaps::Poisson(rate) => Duration::from_secs_f64(random.exponential(rate)),
-            Gaps::Every(gap) => gap,
-        };
-    }
-    Ok(arrivals)
+    let shape = UniqueShape {
+        prompt_tokens: Lengths::exactly(shape.prompt_tokens),
+        output_tokens: Lengths::exactly(shape.output_tokens),
+    };
+    baton_sim::workload::unique_arrivals(seed, pace, shape).map_err(|_| {
+        let why =
+            "a shorter --duration, fewer --arrivals, a lower --arrival-rate or a longer --arrival-every";
+        Failure::Usage(format!("more than {MAX_ARRIVALS} arrivals: choose {why}"))
+    })
 }
 
 #[cfg(test)]
@@ -186,18 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn arrivals_fill_the_duration_and_are_never_too_few() {
-        let pace = Pace { gaps: Gaps::Poisson(2.0), duration: Duration::from_secs(100), at_least: 8 };
-        let arrivals = unique_arrivals(1, pace, SHAPE).unwrap();
-        assert!((150..250).contains(&arrivals.len()), "{}", arrivals.len());
-        assert!(arrivals.iter().all(|arrival| arrival.at < pace.duration));
-        assert_eq!(arrivals, unique_arrivals(1, pace, SHAPE).unwrap());
-        let rare = Pace { gaps: Gaps::Poisson(0.001), duration: Duration::from_secs(1), at_least: 8 };
-        assert_eq!(unique_arrivals(1, rare, SHAPE).unwrap().len(), 8);
-        let even = Pace { gaps: Gaps::Every(Duration::from_secs(4)), duration: Duration::ZERO, at_least: 3 };
-        let times: Vec<u64> =
-            unique_arrivals(1, even, SHAPE).unwrap().iter().map(|arrival| arrival.at.as_secs()).collect();
-        assert_eq!(times, [0, 4, 8]);
+    fn a_pace_that_never_ends_is_told_with_the_options_that_make_it() {
         let endless = Pace { gaps: Gaps::Poisson(1e6), duration: Duration::from_secs(86_400), at_least: 1 };
         let failure = unique_arrivals(1, endless, SHAPE).unwrap_err().to_string();
         assert!(failure.contains("--duration") && failure.contains("1000000"), "{failure}");

@@ -47,3 +47,13 @@ pub struct SimConfig {
     /// The cluster; `None`: drawn by the seed.
     pub shape: Option<Shape>,
 }
+
+impl SimConfig {
+    /// What runs it again, for people.
+    pub(crate) fn again(&self) -> String {
+        match self.shape {
+            None => format!("baton sim --runs 1 --seed {} --faults {}", self.seed, self.faults),
+            Some(_) => format!("the same cluster and load with seed {}", self.seed),
+        }
+    }
+}

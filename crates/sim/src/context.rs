@@ -5,9 +5,12 @@ use std::time::Duration;
 
 use baton_handoff::Time;
 
+use crate::fidelity::Fidelity;
+use crate::frames::Cut;
 use crate::network::{Network, Node, Payload, Side, StreamId};
 use crate::queue::{Event, Queue, RouterEvent, WorkerEvent};
 use crate::random::Random;
+use crate::serve::Observer;
 use crate::waits::{Wait, Waits};
 use crate::{Report, Shape};
 
@@ -17,6 +20,7 @@ const TRACE_LINES: usize = 160;
 pub(crate) struct Context {
     pub(crate) now: Time,
     pub(crate) shape: Shape,
+    pub(crate) fidelity: Fidelity,
     pub(crate) queue: Queue,
     pub(crate) network: Network,
     pub(crate) random: Random,
@@ -24,14 +28,29 @@ pub(crate) struct Context {
     pub(crate) waits: Waits,
     /// Some leg began or ceased to hold blocks, or to wait for them.
     pub(crate) holds_changed: bool,
+    /// Times that they changed since the wait-for graph was looked at.
+    pub(crate) num_unchecked_holds: usize,
     /// The first rule that broke.
     pub(crate) broken: Option<String>,
     /// When the last request ended: heartbeats stop soon.
     pub(crate) over: Option<Time>,
     pub(crate) trace: Option<VecDeque<String>>,
+    /// Of a given workload.
+    pub(crate) observer: Option<Observer>,
 }
 
 impl Context {
+    /// How the KV of a prompt is sent.
+    pub(crate) const fn cut(&self, prompt_tokens: usize, skip_tokens: usize) -> Cut {
+        self.fidelity.cut(prompt_tokens, skip_tokens, self.shape.worker.block_size)
+    }
+
+    /// How long a fenced writer takes to notice: any time where that is what is looked for, else what it takes.
+    pub(crate) fn writer_lag(&mut self) -> Duration {
+        let most_us = if self.observer.is_some() { 20 } else { 3_000 };
+        self.random.micros(0..=most_us)
+    }
+
     pub(crate) fn worker(&mut self, after: Duration, worker: (usize, u32), event: WorkerEvent) {
         self.queue.push(self.now + after, Event::Worker(worker.0, worker.1, event));
     }
@@ -79,6 +98,29 @@ impl Context {
         let took = self.now.saturating_sub(since);
         if let Some(limit) = self.waits.take_note(wait, took) {
             self.violate(|| format!("{wait:?} takes {took:.1?}, at most {limit:.1?} are allowed"));
+        }
+    }
+
+    /// A client got its first token.
+    pub(crate) fn first_token(&mut self, request: usize, took: Duration) {
+        self.report.ttft.record(took);
+        if let Some(observer) = &mut self.observer {
+            observer.first_token(request, took);
+        }
+    }
+
+    /// A client got another token, the `nth` from 0 on.
+    pub(crate) fn gap(&mut self, request: usize, nth: usize, gap: Duration) {
+        self.report.itl.record(gap);
+        if let Some(observer) = &mut self.observer {
+            observer.gap(request, nth, gap);
+        }
+    }
+
+    /// A request is over, in whatever way.
+    pub(crate) fn has_ended(&mut self, request: usize, finished: bool) {
+        if let Some(observer) = &mut self.observer {
+            observer.ended.push((request, finished));
         }
     }
 

@@ -1,4 +1,4 @@
-//! How a prompt's KV is cut into frames: block by block, within a block layer by layer.
+//! How a prompt's KV is cut into frames: block by block, within a block layer by layer; or, where blocks are empty, some blocks at once.
 
 use std::ops::Range;
 
@@ -43,6 +43,10 @@ pub(crate) struct Cut {
     pub(crate) skip_tokens: usize,
     pub(crate) block_size: usize,
     pub(crate) num_layers: usize,
+    /// Blocks of a frame; 1 unless they are empty.
+    pub(crate) frame_blocks: usize,
+    /// Frames have no payload.
+    pub(crate) empty: bool,
 }
 
 impl Cut {
@@ -55,8 +59,12 @@ impl Cut {
     }
 
     pub(crate) fn num_frames(&self) -> u64 {
-        (self.prompt_tokens.saturating_sub(self.skip_tokens).div_ceil(self.block_size) * self.num_layers)
-            as u64
+        let tokens = self.prompt_tokens.saturating_sub(self.skip_tokens);
+        (tokens.div_ceil(self.frame_tokens()) * self.num_layers) as u64
+    }
+
+    const fn frame_tokens(&self) -> usize {
+        self.block_size * self.frame_blocks
     }
 
     /// Bytes that can be sent once `num_tokens` are computed.
@@ -69,8 +77,8 @@ impl Cut {
             return None;
         }
         let nth = index as usize;
-        let block = self.skip_tokens / self.block_size + nth / self.num_layers;
-        let num_tokens = (self.prompt_tokens - block * self.block_size).min(self.block_size);
+        let block = self.skip_tokens / self.block_size + nth / self.num_layers * self.frame_blocks;
+        let num_tokens = (self.prompt_tokens - block * self.block_size).min(self.frame_tokens());
         Some(Place { layer: nth % self.num_layers, block, num_tokens })
     }
 
@@ -97,8 +105,20 @@ mod tests {
 
     #[test]
     fn frames_tile_the_byte_stream() {
-        for (prompt_tokens, skip_tokens) in [(1, 0), (4, 0), (11, 0), (11, 4), (11, 8), (12, 4)] {
-            let cut = Cut { prompt_tokens, skip_tokens, block_size: 4, num_layers: 3 };
+        let lengths = [(1, 0), (4, 0), (11, 0), (11, 4), (11, 8), (12, 4)];
+        let cuts = lengths.map(|(prompt_tokens, skip_tokens)| {
+            let whole = Cut {
+                prompt_tokens,
+                skip_tokens,
+                block_size: 4,
+                num_layers: 3,
+                frame_blocks: 1,
+                empty: false,
+            };
+            [whole, Cut { num_layers: 1, frame_blocks: 2, empty: true, ..whole }]
+        });
+        for cut in cuts.into_iter().flatten() {
+            let prompt_tokens = cut.prompt_tokens;
             let mut offset = 0;
             for index in 0..cut.num_frames() {
                 let range = cut.range(index).unwrap();

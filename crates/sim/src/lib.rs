@@ -3,30 +3,39 @@
 //!
 //! Must never know a real clock, thread, socket or random source: a run is a function of its configuration, so a seed is a bug report.
 
+mod arrivals;
 mod check;
 mod config;
 mod context;
 pub mod device;
 mod durations;
 mod faults;
+mod fidelity;
 mod frames;
+mod ids;
 mod load;
 mod network;
 mod queue;
 mod random;
 mod report;
 mod router;
+mod scale;
+mod serve;
 mod shape;
 mod status;
 mod waits;
 mod worker;
+pub mod workload;
 mod world;
 
 pub use baton_dispatch::{DoorLimits, Layout, Policy};
 pub use config::{Faults, SimConfig};
 pub use device::Device;
 pub use durations::Durations;
+pub use fidelity::{Measured, Noise};
 pub use report::{Report, Violation};
+pub use scale::{REQUESTS_PER_S, scaled};
+pub use serve::{ServeConfig, Served, serve};
 pub use shape::{Load, Shape, WorkerShape};
 
 /// Runs one cluster until every request has ended and every timer has passed.

@@ -1,19 +1,19 @@
 //! Streams: ordered within each direction, in no order between each other; they break, delay, repeat and damage.
 //! Beside them single messages, for statuses, which are lost too.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use baton_dispatch::{DecodeFact, PrefillFact};
 use baton_handoff::{Cause, DestinationMessage, HandoffKey, InstanceId, SourceMessage, Time};
 
 use crate::frames::Frame;
+use crate::ids::IdMap;
 use crate::queue::{Event, Queue};
 use crate::random::Random;
 use crate::worker::LegSpec;
 
 /// Names a stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct StreamId(pub(crate) u64);
 
 /// A process.
@@ -116,7 +116,7 @@ pub(crate) struct Met {
 
 /// All streams.
 pub(crate) struct Network {
-    streams: BTreeMap<StreamId, Stream>,
+    streams: IdMap<StreamId, Stream>,
     next: u64,
     pub(crate) weather: Weather,
     pub(crate) random: Random,
@@ -132,7 +132,7 @@ const fn at(side: Side) -> usize {
 
 impl Network {
     pub(crate) fn new(weather: Weather, latency_us: (u64, u64), random: Random) -> Self {
-        let (streams, partitions) = (BTreeMap::new(), Vec::new());
+        let (streams, partitions) = (IdMap::default(), Vec::new());
         Self { streams, next: 0, weather, random, met: Met::default(), latency_us, partitions }
     }
 
@@ -258,7 +258,10 @@ impl Network {
     }
 
     fn streams_of(&self, of: impl Fn(&Stream) -> bool) -> Vec<StreamId> {
-        self.streams.iter().filter(|(_, stream)| of(stream)).map(|(id, _)| *id).collect()
+        let matching = self.streams.iter().filter(|(_, stream)| of(stream)).map(|(id, _)| *id);
+        let mut ids: Vec<StreamId> = matching.collect();
+        ids.sort_unstable();
+        ids
     }
 
     /// All streams between two processes.

@@ -35,6 +35,8 @@ pub(crate) enum WorkerEvent {
     WriterEnded(HandoffKey),
     /// A timer of a machine or of the registry.
     Wake,
+    /// So many eighths of the layers of the step with this number are computed.
+    Layers(u64, u32),
     /// Tell the routers how it is.
     Heartbeat,
     /// Tell them now, since something changed.
@@ -60,46 +62,67 @@ pub(crate) enum RouterEvent {
     Wake,
 }
 
+/// Where an event waits, by time and then by the order in which they were added. Kept small, since a heap moves what it holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Entry {
-    at: Time,
+    at_ns: u64,
     nth: u64,
-    event: Event,
-}
-
-impl PartialEq for Entry {
-    fn eq(&self, other: &Self) -> bool {
-        self.nth == other.nth
-    }
-}
-
-impl Eq for Entry {}
-
-impl PartialOrd for Entry {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Entry {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (self.at, self.nth).cmp(&(other.at, other.nth))
-    }
+    slot: u32,
 }
 
 /// Events by time; those of one moment in the order in which they were added.
 #[derive(Default)]
 pub(crate) struct Queue {
     heap: BinaryHeap<Reverse<Entry>>,
+    events: Vec<Option<Event>>,
+    /// Places in `events` that are empty.
+    empty: Vec<u32>,
     nth: u64,
 }
 
 impl Queue {
     pub(crate) fn push(&mut self, at: Time, event: Event) {
         self.nth += 1;
-        self.heap.push(Reverse(Entry { at, nth: self.nth, event }));
+        let slot = match self.empty.pop() {
+            Some(slot) => slot,
+            None => {
+                self.events.push(None);
+                // Four thousand million events at once would fill the memory first.
+                u32::try_from(self.events.len() - 1).unwrap_or(u32::MAX)
+            }
+        };
+        self.events[slot as usize] = Some(event);
+        let at_ns = u64::try_from(at.as_nanos()).unwrap_or(u64::MAX);
+        self.heap.push(Reverse(Entry { at_ns, nth: self.nth, slot }));
     }
 
     pub(crate) fn pop(&mut self) -> Option<(Time, Event)> {
-        self.heap.pop().map(|Reverse(entry)| (entry.at, entry.event))
+        let Reverse(Entry { at_ns, slot, .. }) = self.heap.pop()?;
+        self.empty.push(slot);
+        let event = self.events.get_mut(slot as usize)?.take()?;
+        Some((Time::from_nanos(at_ns), event))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_come_by_time_and_then_in_order() {
+        let mut queue = Queue::default();
+        let wakes = |nth| Event::Router(nth, RouterEvent::Wake);
+        for (nth, ms) in [5, 3, 5, 1, 3].into_iter().enumerate() {
+            queue.push(Time::from_millis(ms), wakes(nth));
+        }
+        let mut order = Vec::new();
+        while let Some((at, Event::Router(nth, _))) = queue.pop() {
+            order.push((at.as_millis(), nth));
+            if nth == 1 {
+                queue.push(Time::from_millis(4), wakes(9));
+            }
+        }
+        assert_eq!(order, [(1, 3), (3, 1), (3, 4), (4, 9), (5, 0), (5, 2)]);
+        assert!(queue.events.len() <= 5, "places are used again");
     }
 }

@@ -208,7 +208,7 @@ impl fmt::Display for Report {
 
 /// A rule that broke.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{what}\nat {at:?} of virtual time\n{}again with: baton sim --runs 1 --seed {seed} --faults {faults}", indented(.trace))]
+#[error("{what}\nat {at:?} of virtual time\n{}again with: {again}", indented(.trace))]
 pub struct Violation {
     /// The run's seed.
     pub seed: u64,
@@ -216,6 +216,8 @@ pub struct Violation {
     pub faults: Faults,
     /// When.
     pub at: Time,
+    /// What runs it again.
+    pub again: String,
     /// Which rule, and how.
     pub what: String,
     /// The last events before it.

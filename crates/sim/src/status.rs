@@ -1,5 +1,6 @@
 //! What workers tell routers of themselves. These messages may be lost and overtake each other; a numbered stream shows it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use baton_dispatch::{LinkView, WorkerView};
@@ -12,8 +13,8 @@ pub(crate) struct Status {
     /// Grows by one a heartbeat; an older one that comes late is dropped.
     pub(crate) sequence: u64,
     pub(crate) view: WorkerView,
-    /// Measured rates to decode workers.
-    pub(crate) links: Vec<LinkView>,
+    /// Measured rates to decode workers. The same list until another was measured.
+    pub(crate) links: Arc<[LinkView]>,
 }
 
 /// What entered and left a prefix cache.

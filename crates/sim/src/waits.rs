@@ -66,8 +66,8 @@ impl Wait {
 /// What faults add to any wait: pauses and partitions one after the other, and silent losses.
 const TROUBLE: Duration = Duration::from_secs(120);
 
-/// A place in a line that only moves when others end: a run is over long before.
-const LINE: Duration = Duration::from_secs(600);
+/// A place in a line that only moves when others end: a drawn run is over long before.
+pub(crate) const LINE: Duration = Duration::from_secs(600);
 
 /// Longest waits so far, and their limits.
 pub(crate) struct Waits {
@@ -76,19 +76,20 @@ pub(crate) struct Waits {
 }
 
 impl Waits {
-    pub(crate) fn new(timers: &Timers) -> Self {
+    /// `line`: for a place in a line.
+    pub(crate) fn new(timers: &Timers, line: Duration) -> Self {
         let Timers { answer, delivery, abort, hold, reserve, grant, progress, writer, park } = *timers;
         let limit = |wait| match wait {
-            Wait::Door | Wait::Queue => LINE,
+            Wait::Door | Wait::Queue => line,
             Wait::Placement => TROUBLE,
             Wait::Offer => answer + abort + TROUBLE,
             Wait::Open | Wait::Compute => grant + progress + abort + TROUBLE,
             Wait::Hold => delivery + abort + hold + TROUBLE,
             // The offer follows when the prompt came near the head of its queue.
-            Wait::BeforeOffer => LINE + park,
-            Wait::Reserve => reserve + LINE,
+            Wait::BeforeOffer => line + park,
+            Wait::Reserve => reserve + line,
             Wait::Receive => grant + progress + writer + TROUBLE,
-            Wait::Token => LINE,
+            Wait::Token => line,
         };
         Self { limits: Wait::ALL.map(limit), longest: [Duration::ZERO; Wait::ALL.len()] }
     }

@@ -7,25 +7,42 @@ use baton_handoff::Time;
 
 use crate::context::Context;
 use crate::faults::{self, Fault};
+use crate::fidelity::Fidelity;
 use crate::load::Clients;
 use crate::network::{Arrival, Network, Node, PING_TIMEOUT, Payload};
 use crate::queue::{Event, Queue, RouterEvent, WorkerEvent};
 use crate::random::Random;
 use crate::router::{Ask, Router};
-use crate::waits::Waits;
+use crate::serve::Given;
+use crate::waits::{LINE, Waits};
 use crate::worker::{DRAIN_TIMEOUT, Worker, timers};
-use crate::{Faults, Report, Shape, SimConfig, Violation, check};
+use crate::{Faults, Report, ServeConfig, Served, Shape, SimConfig, Violation, check};
+
+/// The fleet has been heard of by then.
+pub(crate) const HEARD_OF: Time = Time::from_millis(10);
 
 /// A run that lasts longer hangs; each kind of wait has a bound of its own besides.
 const TIME_LIMIT: Time = Time::from_secs(1_800);
 
+/// What a request of a given workload takes, at most, where they are served one after the other.
+const EACH: Time = Time::from_secs(60);
+
 pub(crate) struct World {
     config: SimConfig,
-    context: Context,
+    pub(crate) context: Context,
     workers: Vec<Worker>,
-    routers: Vec<Router>,
-    asks: Vec<Ask>,
-    num_to_come: usize,
+    pub(crate) routers: Vec<Router>,
+    pub(crate) source: Source,
+    pub(crate) num_to_come: usize,
+    time_limit: Time,
+}
+
+/// Where requests come from.
+pub(crate) enum Source {
+    /// Drawn before the run.
+    Drawn(Vec<Ask>),
+    /// A given workload.
+    Given(Box<Given>),
 }
 
 impl World {
@@ -35,6 +52,33 @@ impl World {
         // Timers that run out are a fault too.
         let drawn = Shape { hasty: drawn.hasty && config.faults == Faults::All, ..drawn };
         let shape = config.shape.unwrap_or(drawn);
+        let mut world = Self::empty(*config, shape, Fidelity::default(), random);
+        world.context.trace = traced.then(VecDeque::new);
+        world.start_workers();
+        world.plan_requests();
+        world
+    }
+
+    /// A given workload on this cluster, without faults.
+    pub(crate) fn serving(config: &ServeConfig, shape: Shape, fidelity: Fidelity) -> Self {
+        let random = Random::new(config.seed);
+        let sim = SimConfig { seed: config.seed, faults: Faults::None, shape: Some(shape) };
+        let mut world = Self::empty(sim, shape, fidelity, random);
+        let (given, observer) = Given::new(config);
+        world.num_to_come = given.num_arrivals();
+        let last = given.workload().arrivals.last().map_or(Time::ZERO, |arrival| arrival.at);
+        // More may come than the cluster can do; then the last one waits for all others.
+        let all = EACH.saturating_mul(u32::try_from(given.num_arrivals()).unwrap_or(u32::MAX));
+        world.time_limit = TIME_LIMIT + last + given.workload().quiet + all;
+        world.context.waits = Waits::new(&timers(&shape), world.time_limit);
+        world.source = Source::Given(Box::new(given));
+        world.context.observer = Some(observer);
+        world.start_workers();
+        world.begin();
+        world
+    }
+
+    fn empty(config: SimConfig, shape: Shape, fidelity: Fidelity, mut random: Random) -> Self {
         let weather = faults::weather(config.faults, &mut random);
         let mut queue = Queue::default();
         faults::plan(config.faults, &shape, &mut random, &mut queue);
@@ -42,23 +86,22 @@ impl World {
         let mut context = Context {
             now: Time::ZERO,
             shape,
+            fidelity,
             queue,
             network,
             random,
             report: Report { num_runs: 1, ..Report::default() },
-            waits: Waits::new(&timers(&shape)),
+            waits: Waits::new(&timers(&shape), LINE),
             holds_changed: false,
+            num_unchecked_holds: 0,
             broken: None,
             over: None,
-            trace: traced.then(VecDeque::new),
+            trace: None,
+            observer: None,
         };
         let routers = (0..shape.num_routers.max(1)).map(|index| Router::new(index, &mut context)).collect();
-        let num_to_come = shape.load.num_requests;
-        let (workers, asks) = (Vec::new(), Vec::new());
-        let mut world = Self { config: *config, context, workers, routers, asks, num_to_come };
-        world.start_workers();
-        world.plan_requests();
-        world
+        let (workers, source) = (Vec::new(), Source::Drawn(Vec::new()));
+        Self { config, context, workers, routers, source, num_to_come: 0, time_limit: TIME_LIMIT }
     }
 
     fn start_workers(&mut self) {
@@ -74,10 +117,10 @@ impl World {
     fn plan_requests(&mut self) {
         let (shape, random) = (self.context.shape, &mut self.context.random);
         let clients = Clients::new(shape, self.config.faults, random);
-        // The fleet has been heard of by then.
-        let mut at = Time::from_millis(10);
+        let mut asks = Vec::with_capacity(shape.load.num_requests);
+        let mut at = HEARD_OF;
         for nth in 0..shape.load.num_requests {
-            self.asks.push(clients.ask(random));
+            asks.push(clients.ask(random));
             at += random.millis(0..=shape.load.interval_ms * 2);
             let router = random.index(self.routers.len());
             self.context.queue.push(at, Event::Router(router, RouterEvent::Request(nth)));
@@ -85,16 +128,31 @@ impl World {
                 self.context.queue.push(at + after, Event::Router(router, RouterEvent::ClientGone(nth)));
             }
         }
+        self.num_to_come = asks.len();
+        self.source = Source::Drawn(asks);
     }
 
     pub(crate) fn run(mut self) -> Result<Report, Violation> {
+        self.go();
+        self.finish()
+    }
+
+    /// The same of a given workload, with what its clients saw.
+    pub(crate) fn run_serving(mut self) -> Result<Served, Violation> {
+        self.go();
+        let observer = self.context.observer.take().unwrap_or_default();
+        Ok(observer.served(self.finish()?))
+    }
+
+    fn go(&mut self) {
         while let Some((at, event)) = self.context.queue.pop() {
             self.context.now = at;
             self.context.report.num_events += 1;
-            if at > TIME_LIMIT {
+            if at > self.time_limit {
                 self.context.violate(|| "not over by the time limit".into());
             }
             self.event(event);
+            self.follow();
             if std::mem::take(&mut self.context.holds_changed) {
                 check::no_deadlock(&mut self.context, &self.workers);
             }
@@ -114,7 +172,6 @@ impl World {
                 check::views(&mut self.context, &self.workers, &self.routers);
             }
         }
-        self.finish()
     }
 
     fn finish(mut self) -> Result<Report, Violation> {
@@ -136,6 +193,7 @@ impl World {
                 seed: self.config.seed,
                 faults: self.config.faults,
                 at: now,
+                again: self.config.again(),
                 what,
                 trace: trace.map(Vec::from).unwrap_or_default(),
             }),
@@ -151,8 +209,11 @@ impl World {
                 self.worker_event(worker, incarnation, event);
             }
             Event::Router(router, RouterEvent::Request(nth)) => {
-                self.num_to_come -= 1;
-                let ask = self.asks[nth].clone();
+                let ask = match &self.source {
+                    Source::Drawn(asks) => asks[nth].clone(),
+                    Source::Given(given) => given.ask(nth, &mut self.context.random),
+                };
+                self.has_come(nth);
                 self.routers[router].ask(&mut self.context, nth, ask);
             }
             Event::Router(router, event) => self.routers[router].event(&mut self.context, event),

@@ -22,7 +22,7 @@ pub use format::{OPEN_METRICS, PLAIN};
 pub use late::LateMessages;
 pub use router::{RouterMetrics, WorkerCount};
 pub use traced::TracedHistogram;
-pub use worker::{BlockCounts, StageGauges, VllmGauges, WorkerMetrics};
+pub use worker::{BlockCounts, StageGauges, StepCostGauges, VllmGauges, WorkerMetrics};
 
 fn encode(registry: &prometheus_client::registry::Registry) -> String {
     let mut text = String::new();

@@ -4,6 +4,14 @@
 pub const DECODE_BLOCKED_SECONDS: &str = "baton_decode_blocked_seconds_total";
 /// Seconds that running sequences would have been blocked in a colocated cluster; of the router, which scales to its fleet.
 pub const HOL_AVOIDED_SECONDS: &str = "baton_hol_avoided_seconds_total";
+/// What a step is expected to cost, by part: `fixed`, `token` and `context_token`, in seconds; of workers.
+pub const STEP_COST: &str = "baton_step_cost_seconds";
+/// How far off that is, as a share of a step; of workers.
+pub const STEP_COST_RESIDUAL: &str = "baton_step_cost_residual";
+/// The label of a part of a cost.
+pub const PART: &str = "part";
+/// Blocks of a worker's pool.
+pub const BLOCKS_CONFIGURED: &str = "baton_blocks_total_configured";
 /// The label of a cause.
 pub const CAUSE: &str = "cause";
 

@@ -4,7 +4,9 @@ use std::ops::Range;
 use std::time::Duration;
 
 use baton_kv::{KvDtype, KvLayout};
-use baton_scheduler::{Engine, EngineError, Flow, Logits, PlanRow, Sampled, StepOutput, StepPlan, StepPoint};
+use baton_scheduler::{
+    Engine, EngineError, Flow, Logits, PlanRow, Sampled, StepCost, StepOutput, StepPlan, StepPoint,
+};
 
 use crate::hash::{EMPTY, draw, embed, kv, mix};
 use crate::{FingerprintMemory, ModelShape, Roofline, StepWork};
@@ -36,6 +38,8 @@ pub struct TimingEngine {
     memory: FingerprintMemory,
     hidden: Vec<u64>,
     last_step_time: Duration,
+    /// Measured; in place of the roofline.
+    cost: Option<StepCost>,
 }
 
 impl TimingEngine {
@@ -53,7 +57,12 @@ impl TimingEngine {
             numerics_id: "timing".into(),
         };
         let memory = FingerprintMemory::new(config.num_layers, config.num_blocks, config.block_size);
-        Self { config, layout, memory, hidden: Vec::new(), last_step_time: Duration::ZERO }
+        Self { config, layout, memory, hidden: Vec::new(), last_step_time: Duration::ZERO, cost: None }
+    }
+
+    /// From now on steps take what a real device's steps were measured to, in place of what the roofline says.
+    pub const fn set_step_cost(&mut self, cost: StepCost) {
+        self.cost = Some(cost);
     }
 
     /// How long the last step would have taken.
@@ -148,6 +157,14 @@ impl TimingEngine {
     }
 }
 
+/// What a step of this work costs by the measured costs; their contexts are tokens attended over.
+fn measured(cost: &StepCost, work: &StepWork) -> Duration {
+    let StepCost { fixed_s, per_token_s, per_context_token_s } = *cost;
+    let seconds =
+        fixed_s + per_token_s * work.num_tokens as f64 + per_context_token_s * work.num_attended as f64;
+    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::from_secs(86_400))
+}
+
 fn num(range: &Range<usize>) -> u64 {
     (range.end - range.start) as u64
 }
@@ -178,7 +195,11 @@ impl Engine for TimingEngine {
         if !plan.copies.iter().all(|copy| self.memory.copy(copy.from, copy.to)) {
             return Err(EngineError::BadPlan("a copy outside the memory".into()));
         }
-        self.last_step_time = self.config.roofline.step_time(&self.config.shape, &Self::work(plan));
+        let work = Self::work(plan);
+        self.last_step_time = match &self.cost {
+            Some(cost) => measured(cost, &work),
+            None => self.config.roofline.step_time(&self.config.shape, &work),
+        };
         self.hidden.clear();
         self.hidden.extend(plan.tokens.iter().map(|token| embed(*token)));
         for layer in 0..self.config.num_layers {

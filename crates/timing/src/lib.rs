@@ -3,6 +3,7 @@
 //!
 //! Must never know a clock (it predicts time, it does not spend it), a thread, a socket or randomness.
 
+pub mod catalog;
 mod engine;
 mod hash;
 mod memory;

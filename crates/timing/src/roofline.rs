@@ -46,13 +46,22 @@ impl Roofline {
     /// `flops = 2 * params * tokens + 4 * layers * hidden * attended` (a multiply and an add per weight; QK and PV per attended token) and
     /// `bytes = params * weight_bytes + kv_token_bytes * context` (all weights once a step, each row's KV once).
     pub fn step_time(&self, shape: &ModelShape, work: &StepWork) -> Duration {
-        let attention = 4.0 * shape.num_layers as f64 * shape.hidden as f64 * work.num_attended as f64;
-        let flops = 2.0 * shape.num_params * work.num_tokens as f64 + attention;
-        let bytes =
-            shape.num_params * shape.weight_bytes + shape.kv_token_bytes as f64 * work.num_context as f64;
-        let seconds = (flops / self.flops_per_s).max(bytes / self.bytes_per_s);
+        let work = [work.num_tokens as f64, work.num_attended as f64, work.num_context as f64];
+        let seconds = self.busy_seconds(shape, work);
         // A device of speed 0 would take forever; a day is as good.
         self.overhead + Duration::try_from_secs_f64(seconds).unwrap_or(Duration::from_secs(86_400))
+    }
+
+    /// The same in seconds, of a mean step: `work` holds tokens, attended and context as [`StepWork`] counts them, which need not be whole.
+    pub fn seconds(&self, shape: &ModelShape, work: [f64; 3]) -> f64 {
+        self.overhead.as_secs_f64() + self.busy_seconds(shape, work)
+    }
+
+    fn busy_seconds(&self, shape: &ModelShape, [tokens, attended, context]: [f64; 3]) -> f64 {
+        let attention = 4.0 * shape.num_layers as f64 * shape.hidden as f64 * attended;
+        let flops = 2.0 * shape.num_params * tokens + attention;
+        let bytes = shape.num_params * shape.weight_bytes + shape.kv_token_bytes as f64 * context;
+        (flops / self.flops_per_s).max(bytes / self.bytes_per_s)
     }
 
     /// The costs by which a scheduler cuts chunks: all of [`Roofline::step_time`] but the reading of KV, with weights read and

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use baton_scheduler::{
-    Engine, EngineError, Flow, RowSampling, SamplingParams, SequenceId, StepOutput, StepPlan,
+    Engine, EngineError, Flow, RowSampling, SamplingParams, SequenceId, StepCost, StepOutput, StepPlan,
 };
 
 use crate::hash::{EMPTY, draw, embed, kv, mix};
@@ -14,16 +14,18 @@ const ROOFLINE: Roofline =
 const LAYERS: usize = 2;
 const VOCAB: u32 = 1_000;
 
+const ENGINE: TimingConfig = TimingConfig {
+    roofline: ROOFLINE,
+    shape: SHAPE,
+    num_blocks: 32,
+    block_size: 4,
+    num_layers: LAYERS,
+    vocab: VOCAB,
+    max_step_tokens: 64,
+};
+
 fn engine() -> TimingEngine {
-    TimingEngine::new(TimingConfig {
-        roofline: ROOFLINE,
-        shape: SHAPE,
-        num_blocks: 32,
-        block_size: 4,
-        num_layers: LAYERS,
-        vocab: VOCAB,
-        max_step_tokens: 64,
-    })
+    TimingEngine::new(ENGINE)
 }
 
 fn sampling(position: usize) -> RowSampling {
@@ -176,4 +178,24 @@ fn decode_is_bound_by_memory_and_prefill_by_compute() {
     row(&mut engine, &prompt(19), 0, &[0, 1, 2, 3, 4]);
     let work = StepWork { num_tokens: 19, num_attended: 190, num_context: 19 };
     assert_eq!(engine.last_step_time(), ROOFLINE.step_time(&SHAPE, &work));
+}
+
+#[test]
+fn measured_costs_take_the_rooflines_place() {
+    let mut engine = engine();
+    engine.set_step_cost(StepCost { fixed_s: 1.0, per_token_s: 0.5, per_context_token_s: 0.25 });
+    row(&mut engine, &prompt(3), 0, &[0]);
+    // Three tokens, which attend over 1 + 2 + 3.
+    assert_eq!(engine.last_step_time(), Duration::from_secs(4));
+}
+
+#[test]
+fn without_layers_a_token_is_a_function_of_its_place_and_the_one_before() {
+    let engine = || TimingEngine::new(TimingConfig { num_layers: 0, ..ENGINE });
+    let tokens = prompt(9);
+    let drawn = row(&mut engine(), &tokens, 0, &[0, 1, 2]);
+    assert_eq!(drawn, pseudo_token(&tokens, &sampling(9), 0, VOCAB));
+    let mut others = tokens.clone();
+    others[0] += 1;
+    assert_eq!(row(&mut engine(), &others, 0, &[7, 5, 3]), drawn);
 }

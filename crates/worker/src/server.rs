@@ -9,7 +9,7 @@ use axum::http::{HeaderMap, header};
 use baton_handoff::InstanceId;
 use baton_kv::KvLayout;
 use baton_proto::v1;
-use baton_telemetry::metrics::{BlockCounts, StageGauges, VllmGauges, WorkerMetrics};
+use baton_telemetry::metrics::{BlockCounts, StageGauges, StepCostGauges, VllmGauges, WorkerMetrics};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tonic::service::Routes;
@@ -271,6 +271,16 @@ fn report_metrics(metrics: &WorkerMetrics, loaded: &Loaded) {
             draining: counts.draining as u64,
             total: counts.total as u64,
         }
+    });
+    let steps = loaded.steps.clone();
+    metrics.read_step_cost(move || {
+        let (cost, residual) = steps.step_cost()?;
+        Some(StepCostGauges {
+            fixed_s: cost.fixed_s,
+            per_token_s: cost.per_token_s,
+            per_context_token_s: cost.per_context_token_s,
+            residual,
+        })
     });
     let load = loaded.steps.load();
     metrics.read_requests(move || {

@@ -5,7 +5,11 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use baton_telemetry::scrape::{CAUSE, DECODE_BLOCKED_SECONDS, HOL_AVOIDED_SECONDS, Scrape};
+use baton_telemetry::scrape::{
+    BLOCKS_CONFIGURED, CAUSE, DECODE_BLOCKED_SECONDS, HOL_AVOIDED_SECONDS, PART, STEP_COST,
+    STEP_COST_RESIDUAL, Scrape,
+};
+use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 use tokio::process::Child;
 
@@ -28,7 +32,8 @@ pub(super) struct Cluster {
     child: Child,
     /// Its HTTP face.
     pub(super) client: Client,
-    workers: Vec<Client>,
+    /// Each worker's role and face.
+    workers: Vec<(String, Client)>,
     /// Tokens of prompt and answer together.
     pub(super) context: u32,
     lines: Arc<Mutex<Vec<String>>>,
@@ -100,9 +105,11 @@ impl Cluster {
         self.context =
             health["context"].as_u64().and_then(|context| u32::try_from(context).ok()).unwrap_or(u32::MAX);
         let workers = health["workers"].as_array().map_or(&[][..], Vec::as_slice);
-        for address in workers.iter().filter_map(|worker| worker["address"].as_str()) {
-            let address = address.trim_start_matches("http://");
-            self.workers.push(Client::new(&format!("http://{address}"))?);
+        for worker in workers {
+            let Some(address) = worker["address"].as_str() else { continue };
+            let (role, address) =
+                (worker["role"].as_str().unwrap_or_default(), address.trim_start_matches("http://"));
+            self.workers.push((role.to_owned(), Client::new(&format!("http://{address}"))?));
         }
         Ok(())
     }
@@ -118,13 +125,13 @@ impl Cluster {
     /// [`Failure::Unexpected`] when one of them does not answer.
     pub(super) async fn counts(&self) -> Result<Counts, Failure> {
         let avoided_s = Scrape::parse(&self.client.text("/metrics").await?).sum(HOL_AVOIDED_SECONDS);
-        let mut counts =
-            Counts { avoided_ms: avoided_s.map(|seconds| seconds * 1e3), blocked_ms: Vec::new() };
-        for worker in &self.workers {
+        let mut counts = Counts { avoided_ms: avoided_s.map(|seconds| seconds * 1e3), ..Counts::default() };
+        for (role, worker) in &self.workers {
             let scrape = Scrape::parse(&worker.text("/metrics").await?);
             for (cause, seconds) in scrape.by_label(DECODE_BLOCKED_SECONDS, CAUSE) {
                 counts.add_blocked(cause, seconds * 1e3);
             }
+            counts.workers.push(MeasuredWorker::of(role, &scrape));
         }
         Ok(counts)
     }
@@ -142,6 +149,41 @@ pub(super) struct Counts {
     pub(super) avoided_ms: Option<f64>,
     /// How long they were blocked, by cause.
     pub(super) blocked_ms: Vec<(String, f64)>,
+    /// What each worker's steps cost it by now.
+    pub(super) workers: Vec<MeasuredWorker>,
+}
+
+/// A worker, and what its steps cost as it fitted it to the last of them; what a simulation of the same cluster needs. A cost is null before enough
+/// steps ran.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct MeasuredWorker {
+    /// prefill or decode.
+    pub(crate) role: String,
+    /// Blocks of its pool.
+    pub(crate) blocks: Option<u64>,
+    /// Seconds of every step.
+    pub(crate) fixed_s: Option<f64>,
+    /// Seconds of a new token.
+    pub(crate) per_token_s: Option<f64>,
+    /// Seconds of one token that a new one attends over.
+    pub(crate) per_context_token_s: Option<f64>,
+    /// Mean of |expected - measured| / measured over recent steps.
+    pub(crate) residual: Option<f64>,
+}
+
+impl MeasuredWorker {
+    fn of(role: &str, scrape: &Scrape) -> Self {
+        let parts = scrape.by_label(STEP_COST, PART);
+        let part = |name| parts.iter().find(|(part, _)| *part == name).map(|(_, seconds)| *seconds);
+        Self {
+            role: role.to_owned(),
+            blocks: scrape.sum(BLOCKS_CONFIGURED).map(|blocks| blocks as u64),
+            fixed_s: part("fixed"),
+            per_token_s: part("token"),
+            per_context_token_s: part("context_token"),
+            residual: scrape.sum(STEP_COST_RESIDUAL),
+        }
+    }
 }
 
 impl Counts {
@@ -157,6 +199,7 @@ impl Counts {
         let mut since = Self {
             avoided_ms: self.avoided_ms.map(|now| now - before.avoided_ms.unwrap_or(0.0)),
             blocked_ms: self.blocked_ms.clone(),
+            workers: self.workers.clone(),
         };
         for (cause, ms) in &before.blocked_ms {
             since.add_blocked(cause, -ms);

@@ -1,10 +1,10 @@
 //! The clusters that are compared: the same two cores, divided in different ways.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// One way to divide two cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Layout {
+pub(crate) enum Layout {
     /// A prefill worker and a decode worker, a thread each.
     Disaggregated,
     /// Workers that each compute prompts and decode.
@@ -17,8 +17,8 @@ pub(super) enum Layout {
 }
 
 /// How colocated workers divide two cores.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub(super) enum Split {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Split {
     /// Two workers of one thread.
     #[serde(rename = "2x1")]
     TwoByOne,
@@ -58,9 +58,31 @@ pub(super) struct Start {
     pub(super) environment: Vec<(&'static str, String)>,
 }
 
+/// How much of prompts a step of a cluster takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Limits {
+    /// Prompt tokens beside decoding ones; `None`: as by default, since prefill workers see to prompts.
+    pub(crate) piece: Option<u32>,
+    /// Tokens of a step.
+    pub(crate) step_tokens: u32,
+    /// Expected milliseconds of a step; `None`: as by default.
+    pub(crate) step_ms: Option<u32>,
+}
+
 impl Layout {
+    /// How its steps are bounded, for prompts of at most `longest` tokens.
+    pub(crate) fn limits(self, longest: u32) -> Limits {
+        let Self::Colocated { chunk, .. } = self else {
+            return Limits { piece: None, step_tokens: STEP_TOKENS, step_ms: None };
+        };
+        // What is longer than a step can be is cut all the same.
+        let piece = chunk.unwrap_or(longest).clamp(16, MAX_STEP_TOKENS - OTHER_TOKENS);
+        let step_ms = chunk.is_none().then_some(UNBOUNDED_STEP_MS);
+        Limits { piece: Some(piece), step_tokens: (piece + OTHER_TOKENS).max(STEP_TOKENS), step_ms }
+    }
+
     /// What it is called in tables.
-    pub(super) fn name(self) -> String {
+    pub(crate) fn name(self) -> String {
         match self {
             Self::Disaggregated => "disaggregated".to_owned(),
             Self::Colocated { split, chunk: Some(chunk) } => format!("{}, chunks of {chunk}", split.name()),
@@ -79,15 +101,11 @@ impl Layout {
         arguments.push(format!("--prefill-workers={}", workers[0]));
         arguments.push(format!("--decode-workers={}", workers[1]));
         arguments.push(format!("--threads={threads}"));
-        if let Self::Colocated { chunk, .. } = self {
+        let Limits { piece, step_tokens, step_ms } = self.limits(longest);
+        if let Some(piece) = piece {
             arguments.push("--colocated".to_owned());
-            // What is longer than a step can be is cut all the same.
-            let piece = chunk.unwrap_or(longest).clamp(16, MAX_STEP_TOKENS - OTHER_TOKENS);
-            let step = (piece + OTHER_TOKENS).max(STEP_TOKENS);
-            arguments.push(format!("--max-step-tokens={step}"));
-            if chunk.is_none() {
-                arguments.push(format!("--max-step-ms={UNBOUNDED_STEP_MS}"));
-            }
+            arguments.push(format!("--max-step-tokens={step_tokens}"));
+            arguments.extend(step_ms.map(|ms| format!("--max-step-ms={ms}")));
             environment.push(("BATON_LOCAL_PREFILL_TOKENS", piece.to_string()));
         }
         Start { arguments, environment }

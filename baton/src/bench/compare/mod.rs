@@ -4,12 +4,12 @@
 //! streams is known before anybody measures it on a colocated one. This process runs where the disaggregated cluster's network
 //! threads run, away from its decode core; beside colocated workers, which use both cores alike, it runs on both.
 
-mod cluster;
-mod layout;
+pub(crate) mod cluster;
+pub(crate) mod layout;
 mod options;
 mod outcome;
 mod picture;
-mod report;
+pub(crate) mod report;
 mod verdict;
 
 pub(super) use options::CompareOptions;

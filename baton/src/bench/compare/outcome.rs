@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::cluster::Counts;
+use super::cluster::{Counts, MeasuredWorker};
 use super::layout::{Layout, Split};
 use crate::bench::drive::Run;
 use crate::bench::request::Record;
@@ -66,6 +66,8 @@ pub(super) struct Outcome {
     pub(super) blocked: Blocked,
     /// What the router says its streams were spared by computing prompts elsewhere; null where it says nothing.
     pub(super) avoided_ms: Option<f64>,
+    /// The workers, and what their steps cost by the end.
+    pub(super) workers: Vec<MeasuredWorker>,
     /// For the picture: gaps by when they ended, in seconds from the first arrival on.
     #[serde(skip)]
     pub(super) gaps: Vec<(f64, f64)>,
@@ -151,6 +153,7 @@ impl Outcome {
             kv: kv(&run.arrivals),
             blocked: blocked(&gaps, usual, &counts),
             avoided_ms: counts.avoided_ms,
+            workers: counts.workers,
             prefills: run.arrivals.iter().filter_map(|record| prefill(run, record)).collect(),
             gaps,
         }
@@ -269,6 +272,7 @@ mod tests {
         let counts = Counts {
             avoided_ms: Some(3.0),
             blocked_ms: vec![("local_prefill".to_owned(), 180.0), ("resume".to_owned(), 2.0)],
+            ..Counts::default()
         };
         let slo = Slo { ttft_ms: Some(150.0), itl_ms: None };
         let outcome = Outcome::of(&run(), counts.clone(), slo);

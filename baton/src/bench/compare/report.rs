@@ -2,12 +2,13 @@
 
 use std::fmt::Write;
 
-use serde::Serialize;
+use baton_sim::workload::Prompt;
+use serde::{Deserialize, Serialize};
 
 use super::outcome::{Colocated, Outcome, Slo};
 use super::verdict;
 use crate::bench::stats::Summary;
-use crate::bench::workload::Workload;
+use crate::bench::workload::{STREAM_PROMPT_TOKENS, Workload};
 
 /// What was sent to every cluster.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
@@ -28,6 +29,25 @@ pub(super) struct Load {
     pub(super) prompt_tokens: u64,
     /// Requests of a trace file that are longer than the context.
     pub(super) left_out: u64,
+    /// Tokens of each stream's prompt, and seconds that the streams run alone first.
+    pub(super) stream_prompt_tokens: u32,
+    pub(super) quiet_s: f64,
+    /// Every arrival.
+    pub(super) sent: Vec<Sent>,
+}
+
+/// An arrival, as a simulation needs it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Sent {
+    /// Seconds from the first arrival on.
+    pub(crate) at_s: f64,
+    /// Tokens of the prompt.
+    pub(crate) prompt_tokens: u32,
+    /// Tokens asked for.
+    pub(crate) output_tokens: u32,
+    /// Of a trace: a name for each 512 tokens.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) hash_ids: Vec<u64>,
 }
 
 impl Load {
@@ -39,6 +59,17 @@ impl Load {
         self.arrivals_within_s = workload.arrivals.last().map_or(0.0, |arrival| arrival.at.as_secs_f64());
         let tokens = workload.arrivals.iter().map(|arrival| u64::from(arrival.prompt.num_tokens()));
         self.prompt_tokens = tokens.sum();
+        (self.stream_prompt_tokens, self.quiet_s) = (STREAM_PROMPT_TOKENS, workload.quiet.as_secs_f64());
+        let sent = workload.arrivals.iter().map(|arrival| Sent {
+            at_s: arrival.at.as_secs_f64(),
+            prompt_tokens: arrival.prompt.num_tokens(),
+            output_tokens: arrival.output_tokens,
+            hash_ids: match &arrival.prompt {
+                Prompt::Unique { .. } => Vec::new(),
+                Prompt::Blocks { ids, .. } => ids.clone(),
+            },
+        });
+        self.sent = sent.collect();
     }
 }
 
@@ -236,6 +267,7 @@ pub(super) mod tests {
             kv: Kv::default(),
             blocked: Blocked::default(),
             avoided_ms: None,
+            workers: Vec::new(),
             gaps: vec![(0.5, usual), (30.0, worst)],
             prefills: vec![(0.0, 2.5)],
         }

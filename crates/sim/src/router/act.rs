@@ -56,7 +56,7 @@ impl Router {
             }
             RequestAction::Deliver { sequence, token } => {
                 let Some(live) = self.live.get_mut(&request) else { return };
-                if live.deliver(context, sequence, token) {
+                if live.deliver(context, request, sequence, token) {
                     self.fact(context, request, RequestFact::StopMatched { sequence });
                 }
             }
@@ -97,6 +97,7 @@ impl Router {
                     workers: (0, None),
                     instances: (decode, None),
                     streams: [None; 2],
+                    computed: false,
                     placing: None,
                 });
                 let mut worker = placement.prefill;
@@ -144,7 +145,7 @@ impl Router {
         };
         if let Some(worker) = prefill {
             let stream = context.open(me, Node::Worker(worker));
-            open.streams[0] = Some(stream);
+            (open.streams[0], open.computed) = (Some(stream), false);
             self.streams.insert(stream, of);
             self.fleet.entered(worker);
             context.send(stream, Side::Opener, Payload::OpenPrefill(Box::new(spec.clone())));
@@ -196,6 +197,17 @@ impl Router {
         context.send(stream, Side::Opener, Payload::Redirect(Box::new(redirect)));
     }
 
+    /// The prefill worker has computed all of a group's prompt.
+    pub(super) fn computed(&mut self, request: usize, group: u32) {
+        let Some(open) = self.live.get_mut(&request).and_then(|live| live.groups.get_mut(&group)) else {
+            return;
+        };
+        if let (false, Some(worker), Some(_)) = (open.computed, open.workers.1, open.streams[0]) {
+            open.computed = true;
+            self.fleet.left(worker);
+        }
+    }
+
     fn close_decode(&mut self, context: &mut Context, request: usize, group: u32) {
         let Some(open) = self.live.get_mut(&request).and_then(|live| live.groups.get_mut(&group)) else {
             return;
@@ -213,11 +225,13 @@ impl Router {
             return;
         };
         let (decode, prefill) = open.workers;
-        let streams = std::mem::take(&mut open.streams);
+        let (streams, computed) = (std::mem::take(&mut open.streams), open.computed);
         open.placing = Some(context.now);
-        for (stream, worker) in [(streams[0], prefill), (streams[1], Some(decode))] {
+        for (stream, worker, counts) in [(streams[0], prefill, !computed), (streams[1], Some(decode), true)] {
             let (Some(stream), Some(worker)) = (stream, worker) else { continue };
-            self.fleet.left(worker);
+            if counts {
+                self.fleet.left(worker);
+            }
             if self.streams.remove(&stream).is_some() {
                 context.close(stream, Side::Opener);
             }
@@ -245,6 +259,10 @@ impl Router {
 
     fn ended(&mut self, context: &mut Context, request: usize, end: RequestEnd) {
         let Some(live) = self.live.remove(&request) else { return };
+        if let Some(at) = live.deadline {
+            self.deadlines.remove(&(at, request));
+        }
+        context.has_ended(request, end == RequestEnd::Finished);
         if live.has_legs() {
             context.violate(|| format!("request {request} ended with open legs"));
         }

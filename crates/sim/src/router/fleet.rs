@@ -1,9 +1,9 @@
 //! What a router knows of workers, and where it places.
 
-use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use baton_dispatch::{
-    CacheIndex, Fleet, Links, Need, PlaceError, Placement, Placer, Role, WorkerState, WorkerView,
+    CacheIndex, Fleet, LinkView, Links, Need, PlaceError, Placement, Placer, Role, WorkerState, WorkerView,
 };
 use baton_handoff::{InstanceId, Time};
 
@@ -18,15 +18,18 @@ const SILENCE: Time = Time::from_secs(3);
 /// Everything heard of the fleet.
 pub(crate) struct FleetView {
     router: usize,
-    /// One for each worker, heard of or not.
+    /// One for each worker, heard of or not, as placement is to see it.
     views: Vec<WorkerView>,
     heard: Vec<Time>,
+    /// No worker that was heard of becomes silent before.
+    next_silence: Time,
+    /// What [`FleetView::links`] has of each worker.
+    told_links: Vec<Arc<[LinkView]>>,
     sequences: Vec<u64>,
     readers: Vec<CacheReader>,
     cache: CacheIndex,
     links: Links,
     placer: Placer,
-    in_flight: BTreeMap<usize, u32>,
 }
 
 const fn unknown(index: usize, role: Role) -> WorkerView {
@@ -54,13 +57,14 @@ impl FleetView {
             router,
             views: (0..num).map(|index| unknown(index, role(index))).collect(),
             heard: vec![Time::ZERO; num],
+            next_silence: SILENCE,
+            told_links: vec![Arc::default(); num],
             sequences: vec![0; num],
             readers: (0..num).map(|_| CacheReader::default()).collect(),
             cache: CacheIndex::default(),
             links: Links::default(),
             placer: Placer::new(shape.layout, shape.policy, seed)
                 .with_max_local_tokens(shape.max_local_tokens),
-            in_flight: BTreeMap::new(),
         }
     }
 
@@ -76,9 +80,12 @@ impl FleetView {
             while self.cache.tidy() {}
         }
         self.sequences[index] = status.sequence;
-        self.views[index] = status.view;
+        self.views[index] = WorkerView { in_flight: self.views[index].in_flight, ..status.view };
         self.heard[index] = context.now;
-        self.links.set(instance, status.links.iter().copied());
+        if is_new || !Arc::ptr_eq(&self.told_links[index], &status.links) {
+            self.links.set(instance, status.links.iter().copied());
+            self.told_links[index] = Arc::clone(&status.links);
+        }
         if context.shape.worker.cache
             && let Some(stream) = self.readers[index].beat(instance, context.now)
         {
@@ -116,25 +123,30 @@ impl FleetView {
     }
 
     pub(crate) fn entered(&mut self, worker: usize) {
-        *self.in_flight.entry(worker).or_default() += 1;
+        self.views[worker].in_flight += 1;
     }
 
     pub(crate) fn left(&mut self, worker: usize) {
-        if let Some(count) = self.in_flight.get_mut(&worker) {
-            *count = count.saturating_sub(1);
-        }
+        let count = &mut self.views[worker].in_flight;
+        *count = count.saturating_sub(1);
     }
 
     pub(crate) fn place(&mut self, now: Time, need: &Need<'_>) -> Result<Placement, PlaceError> {
-        let heard_of = |view: &WorkerView| WorkerView {
-            state: match now.saturating_sub(self.heard[view.index]) > SILENCE {
-                true => WorkerState::Unreachable,
-                false => view.state,
-            },
-            in_flight: self.in_flight.get(&view.index).copied().unwrap_or(0),
-            ..*view
-        };
-        let views: Vec<WorkerView> = self.views.iter().map(heard_of).collect();
-        self.placer.place(&Fleet { workers: &views, cache: &self.cache, links: &self.links }, need)
+        if now > self.next_silence {
+            self.notice_silence(now);
+        }
+        self.placer.place(&Fleet { workers: &self.views, cache: &self.cache, links: &self.links }, need)
+    }
+
+    /// Whoever was not heard of for too long is not placed on until the next status.
+    fn notice_silence(&mut self, now: Time) {
+        self.next_silence = now + SILENCE;
+        for (view, heard) in self.views.iter_mut().zip(&self.heard) {
+            if now.saturating_sub(*heard) > SILENCE {
+                view.state = WorkerState::Unreachable;
+            } else {
+                self.next_silence = self.next_silence.min(*heard + SILENCE);
+            }
+        }
     }
 }

@@ -9,7 +9,7 @@ use baton_timing::pseudo_tokens;
 
 use crate::context::Context;
 use crate::network::StreamId;
-use crate::worker::{LegSpec, NUM_LAYERS, VOCAB};
+use crate::worker::{LegSpec, VOCAB};
 
 /// What a client asks for.
 #[derive(Clone, Debug)]
@@ -33,10 +33,10 @@ impl Ask {
     }
 
     /// What an undisturbed run delivers in this sequence.
-    fn expected(&self, sequence: u32) -> Vec<u32> {
+    fn expected(&self, sequence: u32, num_layers: usize) -> Vec<u32> {
         let params = SamplingParams { temperature: 1.0, seed: self.seed, ..SamplingParams::GREEDY };
         let sampling = RowSampling { params, sequence, position: 0 };
-        pseudo_tokens(&self.prompt, &sampling, (NUM_LAYERS, VOCAB), self.max_new_tokens, &self.stop_tokens)
+        pseudo_tokens(&self.prompt, &sampling, (num_layers, VOCAB), self.max_new_tokens, &self.stop_tokens)
     }
 }
 
@@ -53,6 +53,8 @@ pub(crate) struct Group {
     pub(crate) workers: (usize, Option<usize>),
     pub(crate) instances: (InstanceId, Option<InstanceId>),
     pub(crate) streams: [Option<StreamId>; 2],
+    /// The prefill worker has no more to compute for it, so that it no longer counts there.
+    pub(crate) computed: bool,
     /// Since when it waits for legs.
     pub(crate) placing: Option<Time>,
 }
@@ -66,19 +68,23 @@ pub(crate) struct Live {
     /// When the client asked, and when it passed the door.
     pub(crate) asked: Time,
     pub(crate) entered: Time,
+    /// As the router has it in its list.
+    pub(crate) deadline: Option<Time>,
     pub(crate) resumed: bool,
 }
 
 impl Live {
-    pub(crate) fn new(ask: Ask, machine: Request, asked: Time, now: Time) -> Self {
+    pub(crate) fn new(context: &Context, ask: Ask, machine: Request, asked: Time) -> Self {
+        let num_layers = context.fidelity.num_layers();
         let stream = |sequence| Stream {
-            expected: ask.expected(sequence),
+            expected: ask.expected(sequence, num_layers),
             delivered: Vec::new(),
             finished: false,
             last_at: None,
         };
         let sequences = (0..ask.num_sequences()).map(stream).collect();
-        Self { ask, machine, sequences, groups: BTreeMap::new(), asked, entered: now, resumed: false }
+        let (groups, entered) = (BTreeMap::new(), context.now);
+        Self { ask, machine, sequences, groups, asked, entered, deadline: None, resumed: false }
     }
 
     pub(crate) fn is_untouched(&self) -> bool {
@@ -90,10 +96,16 @@ impl Live {
     }
 
     /// A token for the client: the next one of the undisturbed run, or a rule is broken. True when a stop string is found with it.
-    pub(crate) fn deliver(&mut self, context: &mut Context, sequence: u32, token: SampledToken) -> bool {
+    pub(crate) fn deliver(
+        &mut self,
+        context: &mut Context,
+        request: usize,
+        sequence: u32,
+        token: SampledToken,
+    ) -> bool {
         let now = context.now;
         if self.is_untouched() {
-            context.report.ttft.record(now - self.asked);
+            context.first_token(request, now - self.asked);
         }
         let Some(stream) = self.sequences.get_mut(sequence as usize) else {
             context.violate(|| format!("a token of sequence {sequence}, which was not asked for"));
@@ -113,7 +125,7 @@ impl Live {
         stream.delivered.push(token.id);
         context.report.num_tokens += 1;
         if let Some(last) = stream.last_at.replace(now) {
-            context.report.itl.record(now - last);
+            context.gap(request, nth, now - last);
         }
         self.ask.stop_after[sequence as usize] == Some(nth + 1)
     }

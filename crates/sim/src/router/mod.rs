@@ -4,7 +4,7 @@ mod act;
 mod fleet;
 mod live;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 use baton_dispatch::{
     DecodeFact, Door, Entry, PrefillFact, Request, RequestConfig, RequestFact, RetryLimits,
@@ -16,6 +16,7 @@ pub(crate) use live::Ask;
 use live::Live;
 
 use crate::context::Context;
+use crate::ids::IdMap;
 use crate::network::{Arrival, Node, Payload, Side, StreamId};
 use crate::queue::RouterEvent;
 use crate::waits::Wait;
@@ -38,10 +39,12 @@ struct StreamOf {
 pub(crate) struct Router {
     index: usize,
     door: Door,
-    live: BTreeMap<usize, Live>,
+    live: IdMap<usize, Live>,
+    /// Of the requests that wait for a moment: when, by time.
+    deadlines: BTreeSet<(Time, usize)>,
     /// Waiting at the door, in order, and since when.
     queued: VecDeque<(usize, Ask, Time)>,
-    streams: BTreeMap<StreamId, StreamOf>,
+    streams: IdMap<StreamId, StreamOf>,
     pub(crate) fleet: FleetView,
     wake: Option<Time>,
 }
@@ -51,9 +54,10 @@ impl Router {
         Self {
             index,
             door: Door::new(context.shape.door),
-            live: BTreeMap::new(),
+            live: IdMap::default(),
+            deadlines: BTreeSet::new(),
             queued: VecDeque::new(),
-            streams: BTreeMap::new(),
+            streams: IdMap::default(),
             fleet: FleetView::new(index, &context.shape, context.random.next()),
             wake: None,
         }
@@ -78,7 +82,10 @@ impl Router {
         match self.door.enter() {
             Ok(Entry::Running) => self.start(context, request, ask, context.now),
             Ok(Entry::Queued) => self.queued.push_back((request, ask, context.now)),
-            Err(_) => context.report.num_shed += 1,
+            Err(_) => {
+                context.report.num_shed += 1;
+                context.has_ended(request, false);
+            }
         }
         self.set_alarm(context);
     }
@@ -93,8 +100,9 @@ impl Router {
             RouterEvent::Wake => {
                 self.wake = None;
                 let now = context.now;
-                let due = |live: &Live| live.machine.deadline().is_some_and(|at| at <= now);
-                let due: Vec<usize> = self.live.iter().filter(|(_, l)| due(l)).map(|(r, _)| *r).collect();
+                let due = self.deadlines.iter().take_while(|(at, _)| *at <= now);
+                let mut due: Vec<usize> = due.map(|(_, request)| *request).collect();
+                due.sort_unstable();
                 for request in due {
                     self.fact(context, request, RequestFact::Tick);
                 }
@@ -158,6 +166,9 @@ impl Router {
         if last {
             context.close(id, Side::Opener);
         }
+        if let RequestFact::Prefill { event: PrefillFact::FirstTokens(_), .. } = fact {
+            self.computed(request, group);
+        }
         self.fact(context, request, fact);
         self.set_alarm(context);
     }
@@ -172,7 +183,7 @@ impl Router {
             deadline: ask.patience.map(|patience| context.now + patience),
             limits: RetryLimits::default(),
         };
-        self.live.insert(request, Live::new(ask, Request::new(config), asked, context.now));
+        self.live.insert(request, Live::new(context, ask, Request::new(config), asked));
         self.fact(context, request, RequestFact::Start);
     }
 
@@ -180,6 +191,7 @@ impl Router {
         if let Some(at) = self.queued.iter().position(|(queued, ..)| *queued == request) {
             self.queued.remove(at);
             context.report.num_cancelled += 1;
+            context.has_ended(request, false);
             let next = self.door.abandon();
             return self.admit(context, next);
         }
@@ -200,10 +212,23 @@ impl Router {
             context.note(|| format!("router {} request {request} -> {action:?}", self.index));
             self.act(context, request, action);
         }
+        self.note_deadline(request);
+    }
+
+    fn note_deadline(&mut self, request: usize) {
+        let Some(live) = self.live.get_mut(&request) else { return };
+        let deadline = live.machine.deadline();
+        let before = std::mem::replace(&mut live.deadline, deadline);
+        if before != deadline {
+            if let Some(at) = before {
+                self.deadlines.remove(&(at, request));
+            }
+            self.deadlines.extend(deadline.map(|at| (at, request)));
+        }
     }
 
     fn set_alarm(&mut self, context: &mut Context) {
-        let Some(next) = self.live.values().filter_map(|live| live.machine.deadline()).min() else { return };
+        let Some((next, _)) = self.deadlines.first().copied() else { return };
         if self.wake.is_none_or(|at| next < at) {
             self.wake = Some(next);
             let after = next.saturating_sub(context.now);

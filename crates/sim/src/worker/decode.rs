@@ -12,9 +12,9 @@ use super::Worker;
 use super::leg::{DecodeLeg, Leg, LegSpec, LegStage, StreamUse};
 use super::prefill::{finish_reason, refusal_cause};
 use super::receiver::{Received, Receiver};
-use super::steps::{Command, NUM_LAYERS, Outcome};
+use super::steps::{Command, Outcome};
 use crate::context::Context;
-use crate::frames::{Cut, Frame};
+use crate::frames::Frame;
 use crate::network::{Payload, Side, StreamId};
 use crate::queue::WorkerEvent;
 
@@ -205,10 +205,8 @@ impl Worker {
 
     fn reserved(&mut self, context: &mut Context, key: HandoffKey, lease: WriteLease, skip_tokens: usize) {
         self.set_stage(context, key, LegStage::Receiving);
-        let block_size = context.shape.worker.block_size;
         let Some(leg) = self.decode_leg(key) else { return };
-        let prompt_tokens = leg.state.spec.prompt.len();
-        let cut = Cut { prompt_tokens, skip_tokens, block_size, num_layers: NUM_LAYERS };
+        let cut = context.cut(leg.state.spec.prompt.len(), skip_tokens);
         let bytes = cut.bytes();
         leg.receiver = Some(Receiver::new(lease, cut));
         let skip_tokens = skip_tokens as u32;
@@ -288,7 +286,7 @@ impl Worker {
                 if let Some(receiver) = &leg.receiver {
                     receiver.fence();
                 }
-                let after = context.random.micros(0..=3_000);
+                let after = context.writer_lag();
                 context.worker(after, me, WorkerEvent::WriterEnded(key));
             }
             DestinationAction::Run(commit) => {

@@ -26,11 +26,12 @@ pub(crate) use leg::LegSpec;
 use leg::{Leg, LegStage, LegState, StreamUse};
 pub(crate) use line::Passed;
 use publish::Publisher;
-pub(crate) use steps::{CACHE_SALT, NUM_LAYERS, VOCAB};
+pub(crate) use steps::{CACHE_SALT, VOCAB};
 use steps::{Command, Outcome, Steps};
 
 use crate::Shape;
 use crate::context::Context;
+use crate::fidelity::SLICES;
 use crate::network::{Arrival, Node, Payload, Side, StreamId};
 use crate::queue::{Event, WorkerEvent};
 
@@ -87,7 +88,7 @@ impl Worker {
             paused: false,
             held: VecDeque::new(),
             state: WorkerState::Ready,
-            steps: Steps::new(role, context),
+            steps: Steps::new(index, role, context),
             registry: Registry::new(instance, RegistryLimits::default(), &timers),
             num_unchecked: 0,
             legs: BTreeMap::new(),
@@ -142,6 +143,7 @@ impl Worker {
                 self.steps.done(context, number, &mut outcomes);
                 self.outcomes(context, outcomes);
             }
+            WorkerEvent::Layers(number, nth) => self.layers(context, number, nth),
             WorkerEvent::Push(key, stream) => self.push(context, key, stream),
             WorkerEvent::WriterEnded(key) => self.writer_ended(context, key),
             WorkerEvent::Wake => self.tick(context),
@@ -181,6 +183,7 @@ impl Worker {
             let mut outcomes = Vec::new();
             let started = self.steps.advance(context, &mut outcomes);
             if let Some((number, takes)) = started {
+                self.announce_layers(context, number, takes);
                 context.worker(takes, self.me(), WorkerEvent::StepDone(number));
             }
             if outcomes.is_empty() {
@@ -190,6 +193,23 @@ impl Worker {
         }
         self.publish_changes(context);
         self.set_alarm(context);
+    }
+
+    /// Where frames are not of layers, a prefill worker sends parts of a chunk while the chunk is computed.
+    fn announce_layers(&self, context: &mut Context, number: u64, takes: Duration) {
+        if self.role == Role::Prefill && context.fidelity.empty {
+            for nth in 1..SLICES {
+                context.worker(takes * nth / SLICES, self.me(), WorkerEvent::Layers(number, nth));
+            }
+        }
+    }
+
+    fn layers(&mut self, context: &mut Context, number: u64, nth: u32) {
+        for (id, position, num_tokens) in self.steps.chunks(number) {
+            if let Some(key) = self.sequences.get(&id).copied() {
+                self.computed(context, key, position + num_tokens * nth as usize / SLICES as usize);
+            }
+        }
     }
 
     fn outcomes(&mut self, context: &mut Context, outcomes: Vec<Outcome>) {

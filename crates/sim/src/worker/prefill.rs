@@ -10,7 +10,7 @@ use baton_scheduler::{Event, Finish, Origin, Refusal};
 use super::Worker;
 use super::leg::{Leg, LegSpec, LegStage, PrefillLeg, StreamUse};
 use super::sender::{Pushed, Sender};
-use super::steps::{Command, NUM_LAYERS, Outcome};
+use super::steps::{Command, Outcome};
 use crate::context::Context;
 use crate::frames::Cut;
 use crate::network::{Node, Payload, Side, StreamId};
@@ -107,21 +107,20 @@ impl Worker {
         }
     }
 
-    pub(super) fn cut(leg: &PrefillLeg, block_size: usize) -> Cut {
-        let prompt_tokens = leg.state.spec.prompt.len();
-        Cut { prompt_tokens, skip_tokens: leg.skip_tokens, block_size, num_layers: NUM_LAYERS }
+    /// How the leg's KV is sent.
+    pub(super) fn cut(context: &Context, leg: &PrefillLeg) -> Cut {
+        context.cut(leg.state.spec.prompt.len(), leg.skip_tokens)
     }
 
-    fn computed(&mut self, context: &mut Context, key: HandoffKey, num_tokens: usize) {
+    pub(super) fn computed(&mut self, context: &mut Context, key: HandoffKey, num_tokens: usize) {
         self.moved(context, key);
-        let block_size = context.shape.worker.block_size;
         let Some(leg) = self.prefill_leg(key) else { return };
         let prompt_tokens = leg.state.spec.prompt.len();
         // The last tokens go with `Sampled`.
         if leg.source.is_none() || num_tokens >= prompt_tokens {
             return;
         }
-        let bytes = Self::cut(leg, block_size).encoded(num_tokens);
+        let bytes = Self::cut(context, leg).encoded(num_tokens);
         if bytes > 0 {
             self.source_fact(context, key, SourceFact::Encoded { bytes });
         }
@@ -130,11 +129,10 @@ impl Worker {
     /// Every sequence has its first token.
     fn sampled(&mut self, context: &mut Context, key: HandoffKey) {
         self.set_stage(context, key, LegStage::Holding);
-        let block_size = context.shape.worker.block_size;
         let Some(leg) = self.prefill_leg(key) else { return };
         let first = leg.first.clone();
         let (stream, has_source) = (leg.state.stream, leg.source.is_some());
-        let cut = Self::cut(leg, block_size);
+        let cut = Self::cut(context, leg);
         if let Some(stream) = stream {
             let event = PrefillFact::FirstTokens(first.clone());
             context.send(stream, Side::Acceptor, Payload::Prefill(event));
@@ -198,7 +196,6 @@ impl Worker {
 
     fn source_action(&mut self, context: &mut Context, key: HandoffKey, action: SourceAction) {
         context.note(|| format!("worker {} source {key} -> {action:?}", self.index));
-        let block_size = context.shape.worker.block_size;
         let Some(leg) = self.prefill_leg(key) else { return };
         match action {
             SourceAction::Send(message) => {
@@ -218,7 +215,7 @@ impl Worker {
                 self.command(context, Command::Grant(id));
             }
             SourceAction::Transmit { up_to } => {
-                let cut = Self::cut(leg, block_size);
+                let cut = Self::cut(context, leg);
                 if let Some(lease) = leg.lease.take() {
                     leg.sender = Some(Sender::new(lease, cut));
                 }
@@ -285,7 +282,7 @@ impl Worker {
         }
         sender.scheduled = true;
         let stream = *sender.stream.get_or_insert_with(|| context.open(node, Node::Worker(worker)));
-        let tokens = sender.next_tokens() as f64 / NUM_LAYERS as f64;
+        let tokens = sender.next_tokens() as f64 / context.fidelity.wire_layers() as f64;
         let leaves = free_at.max(context.now) + context.shape.device.wire_time(tokens);
         sender.took(tokens, leaves - context.now);
         self.link_free_at = leaves;

@@ -1,9 +1,10 @@
 //! What a worker tells routers of itself: its load, measured rates, and what its prefix cache knows.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
-use baton_dispatch::{LinkView, WorkerView};
+use baton_dispatch::{LinkView, Role, WorkerView};
 use baton_handoff::{InstanceId, Time};
 use baton_kv::{BlockHash, CacheChanges};
 
@@ -38,6 +39,9 @@ pub(super) struct Publisher {
     caches: Vec<CacheWriter>,
     changes: CacheChanges,
     links: BTreeMap<InstanceId, f64>,
+    /// What routers are told of them; made anew with a heartbeat, since there can be as many as workers.
+    told_links: Arc<[LinkView]>,
+    links_changed: bool,
 }
 
 impl Publisher {
@@ -57,11 +61,20 @@ impl Publisher {
     pub(super) fn measured(&mut self, destination: InstanceId, bytes_per_s: f64) {
         let rate = self.links.entry(destination).or_insert(bytes_per_s);
         *rate = *rate * (1.0 - NEWEST) + bytes_per_s * NEWEST;
+        self.links_changed = true;
+    }
+
+    fn renew_links(&mut self) {
+        if std::mem::take(&mut self.links_changed) {
+            let link = |(to, rate): (&InstanceId, &f64)| LinkView { decode: *to, bytes_per_s: *rate };
+            self.told_links = self.links.iter().map(link).collect();
+        }
     }
 }
 
 impl Worker {
     pub(super) fn heartbeat(&mut self, context: &mut Context) {
+        self.publisher.renew_links();
         self.publish(context);
         self.check_waits(context);
         if context.over.is_none_or(|over| context.now < over + AFTERGLOW) {
@@ -86,8 +99,7 @@ impl Worker {
         self.publisher.told = Some(view);
         self.publisher.last_at = context.now;
         for router in 0..context.shape.num_routers {
-            let link = |(to, rate): (&InstanceId, &f64)| LinkView { decode: *to, bytes_per_s: *rate };
-            let links = self.publisher.links.iter().map(link).collect();
+            let links = Arc::clone(&self.publisher.told_links);
             let status = Status { sequence: self.publisher.num_statuses, view, links };
             context.tell_router(Duration::ZERO, (self.index, router), RouterEvent::Status(Box::new(status)));
         }
@@ -154,13 +166,14 @@ impl Worker {
         let counts = scheduler.counts();
         let pool = scheduler.pool().counts();
         let rates = self.steps.rates();
+        let running = if self.role == Role::Prefill { counts.prefilling } else { counts.running };
         WorkerView {
             instance: self.instance,
             index: self.index,
             role: self.role,
             state: self.state,
             num_waiting: counts.waiting as u32,
-            num_running: (counts.prefilling + counts.held + counts.receiving + counts.running) as u32,
+            num_running: running as u32,
             free_blocks: (pool.free + pool.cached) as u32,
             total_blocks: pool.total as u32,
             queued_tokens: scheduler.queued_tokens(),

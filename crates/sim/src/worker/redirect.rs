@@ -60,10 +60,9 @@ impl Worker {
     /// All is computed: it is sent as far as the new destination needs it.
     pub(super) fn send_held(&mut self, context: &mut Context, key: HandoffKey) {
         self.set_stage(context, key, LegStage::Holding);
-        let block_size = context.shape.worker.block_size;
         let Some(Leg::Prefill(leg)) = self.legs.get_mut(&key) else { return };
         leg.lease.clone_from(&leg.held);
-        let cut = Self::cut(leg, block_size);
+        let cut = Self::cut(context, leg);
         let first = leg.first.clone();
         let fact = SourceFact::Sampled { first, bytes: cut.bytes(), frames: cut.num_frames() };
         self.source_fact(context, key, fact);

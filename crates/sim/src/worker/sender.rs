@@ -93,7 +93,10 @@ impl Sender {
 
     fn frame(&self, key: HandoffKey, index: u64, memory: &FingerprintMemory) -> Option<Frame> {
         let place = self.cut.place(index)?;
-        let payload = memory.read(place.layer, self.lease.block(place.block)?, place.num_tokens)?;
+        let payload = match self.cut.empty {
+            true => Vec::new(),
+            false => memory.read(place.layer, self.lease.block(place.block)?, place.num_tokens)?,
+        };
         Some(Frame { key, index, checksum: checksum(&payload), payload })
     }
 }

@@ -16,8 +16,6 @@ use super::line::{Line, Rank};
 use crate::check;
 use crate::context::Context;
 
-/// Of the pseudo model; the predicted one has its own number.
-pub(crate) const NUM_LAYERS: usize = 2;
 /// Small, so that stop tokens come up.
 pub(crate) const VOCAB: u32 = 50;
 /// What the prefix cache's hashes cover besides tokens; the same everywhere.
@@ -81,14 +79,17 @@ pub(crate) struct Steps {
     dropping: Vec<SequenceId>,
     line: Line,
     decodes: bool,
+    /// How long the running step takes, or the last one took.
+    took: Duration,
     rates: Rates,
     num_computed: u64,
 }
 
 impl Steps {
-    pub(crate) fn new(role: Role, context: &Context) -> Self {
+    pub(crate) fn new(index: usize, role: Role, context: &Context) -> Self {
         let shape = &context.shape;
         let config = &shape.worker;
+        let measured = context.fidelity.cost(index);
         let num_blocks = match role {
             Role::Prefill => config.prefill_blocks,
             Role::Decode => config.decode_blocks,
@@ -106,21 +107,24 @@ impl Steps {
                 max_receiving_share: 0.5,
                 cache_salt: config.cache.then(|| CACHE_SALT.to_vec()),
                 ageing_tokens_per_s: 20.0,
-                step_cost: Some(shape.device.step_cost()),
+                step_cost: Some(measured.unwrap_or_else(|| shape.device.step_cost())),
                 max_step_ms: config.max_step_ms,
             },
             BlockPool::new(num_blocks),
         );
         scheduler.set_report_cache(config.cache);
-        let engine = TimingEngine::new(TimingConfig {
+        let mut engine = TimingEngine::new(TimingConfig {
             roofline: shape.device.roofline,
             shape: shape.device.model,
             num_blocks,
             block_size: config.block_size,
-            num_layers: NUM_LAYERS,
+            num_layers: context.fidelity.num_layers(),
             vocab: VOCAB,
             max_step_tokens: config.max_step_tokens,
         });
+        if let Some(cost) = measured {
+            engine.set_step_cost(cost);
+        }
         Self {
             scheduler,
             engine,
@@ -131,6 +135,7 @@ impl Steps {
             dropping: Vec::new(),
             line: Line::default(),
             decodes: role == Role::Decode,
+            took: Duration::ZERO,
             rates: Rates::default(),
             num_computed: 0,
         }
@@ -173,6 +178,15 @@ impl Steps {
         unwanted.then_some(self.number)
     }
 
+    /// Of the running step, if it has this number: each chunk's sequence, first position and length.
+    pub(crate) fn chunks(&self, number: u64) -> Vec<(SequenceId, usize, usize)> {
+        if !self.stepping || self.output.stopped || number != self.number {
+            return Vec::new();
+        }
+        let rows = &self.scheduler.current_plan().rows;
+        rows.iter().map(|row| (row.id, row.position, row.tokens.len())).collect()
+    }
+
     /// Executes what waits, and starts a step if there is one to do: its number and how long it takes.
     pub(crate) fn advance(
         &mut self,
@@ -196,10 +210,11 @@ impl Steps {
             if let Err(error) = self.engine.step(plan, &mut self.output, &mut |_| Flow::Continue) {
                 context.violate(|| format!("engine: {error}"));
             }
+            self.took = context.fidelity.step_time(self.engine.last_step_time(), &mut context.random);
             self.stepping = true;
         }
         self.drain(context, out);
-        self.stepping.then(|| (self.number, self.engine.last_step_time()))
+        self.stepping.then_some((self.number, self.took))
     }
 
     fn execute(&mut self, context: &mut Context, command: Command, out: &mut Vec<Outcome>) {
@@ -273,7 +288,7 @@ impl Steps {
             return;
         }
         let computed = self.scheduler.num_prompt_tokens_computed();
-        let seconds = self.engine.last_step_time().as_secs_f64();
+        let seconds = self.took.as_secs_f64();
         let (rate, value) = match computed - std::mem::replace(&mut self.num_computed, computed) {
             0 => (&mut self.rates.decode_step_ms, seconds * 1e3),
             tokens => (&mut self.rates.prefill_tokens_per_s, tokens as f64 / seconds),

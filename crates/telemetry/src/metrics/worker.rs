@@ -9,6 +9,7 @@ use prometheus_client::registry::Registry;
 use super::gauges::{Sample, Scraped, SourceSlot};
 use super::spans::SpanMetrics;
 use super::{Counter, LateMessages, Seconds, TracedHistogram};
+use crate::scrape::{BLOCKS_CONFIGURED, PART, STEP_COST, STEP_COST_RESIDUAL};
 use crate::trace::Tracing;
 
 const VLLM_RUNNING: &str = "vllm:num_requests_running";
@@ -45,6 +46,20 @@ pub struct StageGauges {
     pub running: u64,
 }
 
+/// What a step is expected to cost: `fixed_s + per_token_s * tokens + per_context_token_s * context`, where context is, summed over all new tokens,
+/// the number of tokens each attends over.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepCostGauges {
+    /// Seconds of every step.
+    pub fixed_s: f64,
+    /// Seconds of a new token.
+    pub per_token_s: f64,
+    /// Seconds of one token that a new one attends over.
+    pub per_context_token_s: f64,
+    /// Mean of |expected - measured| / measured over recent steps.
+    pub residual: f64,
+}
+
 /// What is also shown under the names that vLLM gives it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct VllmGauges {
@@ -73,6 +88,8 @@ pub struct WorkerMetrics {
     blocks: SourceSlot,
     blocks_configured: SourceSlot,
     requests: SourceSlot,
+    step_cost: SourceSlot,
+    step_cost_residual: SourceSlot,
     vllm_running: SourceSlot,
     vllm_waiting: SourceSlot,
     vllm_kv_usage: SourceSlot,
@@ -130,8 +147,16 @@ impl WorkerMetrics {
         };
         let mut metrics = Self {
             blocks: gauge("baton_blocks", "Blocks of the KV pool by state."),
-            blocks_configured: gauge("baton_blocks_total_configured", "Blocks of the KV pool."),
+            blocks_configured: gauge(BLOCKS_CONFIGURED, "Blocks of the KV pool."),
             requests: gauge("baton_num_requests", "Sequences by stage."),
+            step_cost: gauge(
+                STEP_COST,
+                "Seconds of a step, of each of its tokens and of each token attended over, as fitted.",
+            ),
+            step_cost_residual: gauge(
+                STEP_COST_RESIDUAL,
+                "How far off the fitted cost is, as a share of a step.",
+            ),
             vllm_running: gauge(VLLM_RUNNING, "Sequences that are computed."),
             vllm_waiting: gauge(VLLM_WAITING, "Sequences that wait."),
             vllm_kv_usage: gauge(VLLM_KV_USAGE, "Share of the KV blocks in use; 1 is all."),
@@ -246,6 +271,24 @@ impl WorkerMetrics {
         self.vllm_kv_usage.set(move || vec![Sample::real(gauges().kv_usage)]);
     }
 
+    /// The fitted cost of a step is read through `cost` at each scrape; `None` before enough steps ran. It must not block.
+    pub fn read_step_cost(&self, cost: impl Fn() -> Option<StepCostGauges> + Clone + Send + Sync + 'static) {
+        let of_residual = cost.clone();
+        self.step_cost_residual
+            .set(move || of_residual().map(|cost| Sample::real(cost.residual)).into_iter().collect());
+        self.step_cost.set(move || {
+            let parts = |cost: StepCostGauges| {
+                [
+                    ("fixed", cost.fixed_s),
+                    ("token", cost.per_token_s),
+                    ("context_token", cost.per_context_token_s),
+                ]
+            };
+            let sample = |(part, seconds)| Sample { labels: vec![(PART, part)], ..Sample::real(seconds) };
+            cost().map(|cost| parts(cost).map(sample).into()).unwrap_or_default()
+        });
+    }
+
     /// Blocks are read through `counts` at each scrape; it must not block.
     pub fn read_blocks(&self, counts: impl Fn() -> BlockCounts + Clone + Send + Sync + 'static) {
         let of_total = counts.clone();
@@ -313,6 +356,14 @@ mod tests {
         metrics.blocked("local_prefill", 0.5);
         metrics.hol_avoided.inc_by(1.5);
         assert!(!metrics.encode().contains("vllm:"));
+        metrics.read_step_cost(|| {
+            Some(StepCostGauges {
+                fixed_s: 0.5,
+                per_token_s: 0.25,
+                per_context_token_s: 0.125,
+                residual: 0.0625,
+            })
+        });
         metrics.read_vllm(|| VllmGauges { running: 2, waiting: 1, kv_usage: 0.25 });
         let text = metrics.encode();
         for line in [
@@ -329,6 +380,9 @@ mod tests {
             "baton_blocks{state=\"held\"} 2",
             "baton_blocks{state=\"draining\"} 1",
             "baton_blocks_total_configured 10",
+            "baton_step_cost_seconds{part=\"fixed\"} 0.5",
+            "baton_step_cost_seconds{part=\"context_token\"} 0.125",
+            "baton_step_cost_residual 0.0625",
             "baton_num_requests{stage=\"running\"} 3",
             "baton_num_requests{stage=\"waiting\"} 0",
             "baton_prompt_tokens_computed_total 5",

@@ -1,20 +1,21 @@
-//! Numbers that look random and are the same for the same seed.
+//! Numbers that look random and are the same for the same seed, in as many sequences as one likes.
 
 /// SplitMix64 (Steele, Lea and Flood, 2014): one 64-bit state, one output a step.
 #[derive(Debug, Clone)]
-pub(super) struct Random(u64);
+pub struct Random(u64);
 
 const CENTURY_S: f64 = 3.2e9;
 
 impl Random {
     /// One of `2^64` independent-looking sequences of a seed.
-    pub(super) fn new(seed: u64, sequence: u64) -> Self {
+    pub fn new(seed: u64, sequence: u64) -> Self {
         let mut random = Self(seed ^ 0x6261_746f_6e00_0000);
         let base = random.next_u64();
         Self(base ^ sequence.wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
 
-    pub(super) fn next_u64(&mut self) -> u64 {
+    /// 64 bits.
+    pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -23,12 +24,12 @@ impl Random {
     }
 
     /// Uniform in `0.0..1.0`.
-    pub(super) fn unit(&mut self) -> f64 {
+    pub fn unit(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
     /// Uniform in `low..=high`.
-    pub(super) fn between(&mut self, low: u32, high: u32) -> u32 {
+    pub fn between(&mut self, low: u32, high: u32) -> u32 {
         let span = u64::from(high.saturating_sub(low)) + 1;
         // The bias of a remainder over 2^64 is far below anything a load test could notice.
         low + (self.next_u64() % span) as u32
@@ -36,8 +37,15 @@ impl Random {
 
     /// Time to the next arrival of a Poisson process of `rate` arrivals a second, in seconds; at most a century, so that it
     /// fits every type of time.
-    pub(super) fn exponential(&mut self, rate: f64) -> f64 {
+    pub fn exponential(&mut self, rate: f64) -> f64 {
         (-(1.0 - self.unit()).ln() / rate).min(CENTURY_S)
+    }
+
+    /// Log-normal with this mean; `sigma` is the standard deviation of its logarithm. By Box and Muller.
+    pub fn log_normal(&mut self, mean: f64, sigma: f64) -> f64 {
+        let (radius, angle) = ((-2.0 * (1.0 - self.unit()).ln()).sqrt(), std::f64::consts::TAU * self.unit());
+        let normal = radius * angle.cos();
+        mean * (sigma * normal - sigma * sigma / 2.0).exp()
     }
 }
 
@@ -73,5 +81,10 @@ mod tests {
         assert_eq!((drawn.iter().min(), drawn.iter().max()), (Some(&3), Some(&6)));
         assert_eq!(random.between(5, 5), 5);
         assert!(random.exponential(1e-300) <= CENTURY_S);
+        let drawn: Vec<f64> = (0..40_000).map(|_| random.log_normal(300.0, 1.0)).collect();
+        let mean = drawn.iter().sum::<f64>() / 40_000.0;
+        let above = drawn.iter().filter(|value| **value > 300.0 * (-0.5_f64).exp()).count();
+        assert!((mean - 300.0).abs() < 15.0, "{mean}");
+        assert!((19_500..20_500).contains(&above), "{above} of 40,000 are above the median");
     }
 }

@@ -1,0 +1,326 @@
+//! `baton sim --calibrate`: the clusters of a comparison that ran, simulated with what their workers measured.
+//!
+//! Each cluster gets the arrivals that the live one got, at the same times, workers configured alike, and steps that cost what each worker fitted to its own last
+//! steps. How far steps of the same work differ is taken from the gaps of the undisturbed streams, before the first request arrived. Nothing of
+//! what is compared, gaps and first tokens while requests arrive, goes into the simulation.
+
+use std::path::Path;
+use std::time::Duration;
+
+use baton_scheduler::StepCost;
+use baton_sim::workload::{Arrival, Prompt, Streams, TRACE_BLOCK_TOKENS, Workload};
+use baton_sim::{
+    Device, DoorLimits, Layout as Placed, Measured, Noise, Policy, ServeConfig, Served, Shape, WorkerShape,
+    serve,
+};
+use serde::{Deserialize, Serialize};
+
+use super::report::Quantiles;
+use crate::bench::compare::cluster::MeasuredWorker;
+use crate::bench::compare::layout::{Layout, Split};
+use crate::bench::compare::report::Sent;
+use crate::bench::print;
+use crate::exit::Failure;
+
+/// What a comparison wrote, as far as it is needed here.
+#[derive(Debug, Deserialize)]
+struct Compared {
+    load: Load,
+    disaggregated: Live,
+    colocated: Vec<Colocated>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Load {
+    seed: u64,
+    streams: u32,
+    stream_tokens: u32,
+    stream_prompt_tokens: u32,
+    quiet_s: f64,
+    sent: Vec<Sent>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Live {
+    itl_ms: Option<Summary>,
+    quiet_itl_ms: Option<Summary>,
+    ttft_ms: Option<Summary>,
+    workers: Vec<MeasuredWorker>,
+}
+
+#[derive(Debug, Clone, Copy, Deserialize)]
+struct Summary {
+    p50: f64,
+    p90: f64,
+    p99: f64,
+    max: f64,
+}
+
+#[derive(Debug, Deserialize)]
+struct Colocated {
+    layout: Split,
+    chunk: Option<u32>,
+    #[serde(flatten)]
+    live: Live,
+}
+
+/// A figure of a cluster, live and simulated.
+#[derive(Debug, Serialize)]
+struct Row {
+    cluster: String,
+    figure: &'static str,
+    live_ms: f64,
+    simulated_ms: f64,
+    /// simulated / live - 1.
+    off_by: f64,
+}
+
+/// Simulates and prints.
+///
+/// # Errors
+/// [`Failure::Usage`] for a file that is none of a comparison or lacks what is needed; [`Failure::Unexpected`] with the first rule that broke.
+pub(super) fn run(path: &Path, json: bool) -> Result<(), Failure> {
+    let bad = |why: String| Failure::Usage(format!("--calibrate {}: {why}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|error| bad(error.to_string()))?;
+    let rows = compare(&text).map_err(|failure| match failure {
+        Failure::Usage(why) => bad(why),
+        other => other,
+    })?;
+    print(&rows, &table(&rows), json)
+}
+
+fn compare(text: &str) -> Result<Vec<Row>, Failure> {
+    let compared: Compared =
+        serde_json::from_str(text).map_err(|error| Failure::Usage(format!("no comparison: {error}")))?;
+    let mut rows = one(&compared.load, Layout::Disaggregated, &compared.disaggregated)?;
+    for Colocated { layout, chunk, live } in &compared.colocated {
+        rows.extend(one(&compared.load, Layout::Colocated { split: *layout, chunk: *chunk }, live)?);
+    }
+    Ok(rows)
+}
+
+fn table(rows: &[Row]) -> String {
+    let mut text = format!("{:<24}{:<10}{:>12}{:>14}{:>8}\n", "cluster", "ms", "live", "simulated", "off");
+    for Row { cluster, figure, live_ms, simulated_ms, off_by } in rows {
+        let off = 100.0 * off_by;
+        text.push_str(&format!("{cluster:<24}{figure:<10}{live_ms:>12.1}{simulated_ms:>14.1}{off:>+7.0}%\n"));
+    }
+    let worst = rows.iter().map(|row| row.off_by.abs()).fold(0.0, f64::max);
+    text.push_str(&format!("at worst {:.0} % off\n", 100.0 * worst));
+    text
+}
+
+/// The four figures of a cluster.
+fn one(load: &Load, layout: Layout, live: &Live) -> Result<Vec<Row>, Failure> {
+    let config = config(load, layout, live)?;
+    let Served { ttft, itl, .. } =
+        serve(&config).map_err(|violation| Failure::Unexpected(violation.to_string()))?;
+    let (ttft, itl) = (Quantiles::of(&ttft), Quantiles::of(&itl));
+    let row = |figure, live_ms: f64, simulated_ms: f64| Row {
+        cluster: layout.name(),
+        figure,
+        live_ms,
+        simulated_ms,
+        off_by: simulated_ms / live_ms - 1.0,
+    };
+    let mut rows = Vec::new();
+    if let Some(live) = live.ttft_ms {
+        rows.push(row("TTFT p50", live.p50, ttft.p50));
+        rows.push(row("TTFT p99", live.p99, ttft.p99));
+    }
+    if let Some(live) = live.itl_ms {
+        rows.push(row("ITL p50", live.p50, itl.p50));
+        rows.push(row("ITL p99", live.p99, itl.p99));
+    }
+    Ok(rows)
+}
+
+/// As `up` and the workers are configured by default: sequences, waiting ones and open prompts of a worker, and the bounds of its steps.
+const MAX_NUM_SEQS: usize = 32;
+const MAX_QUEUE: usize = 256;
+const MAX_OPEN_PROMPTS: usize = 4;
+const BLOCK_TOKENS: usize = 16;
+const LOCAL_PREFILL_TOKENS: u32 = 256;
+const MAX_STEP_MS: u32 = 500;
+/// Between two processes of one host: bytes a second, and microseconds of a message. No first token waits for either.
+const LINK_BYTES_PER_S: f64 = 1e9;
+const LATENCY_US: (u64, u64) = (100, 300);
+
+fn config(load: &Load, layout: Layout, live: &Live) -> Result<ServeConfig, Failure> {
+    let workload = workload(load)?;
+    let mut workers: Vec<&MeasuredWorker> = live.workers.iter().collect();
+    workers.sort_by_key(|worker| worker.role != "prefill");
+    let num_prefill_workers = workers.iter().filter(|worker| worker.role == "prefill").count();
+    let costs: Option<Vec<StepCost>> = workers.iter().map(|worker| cost(worker)).collect();
+    let (Some(costs), true) = (costs, workers.len() > num_prefill_workers) else {
+        let name = layout.name();
+        return Err(Failure::Usage(format!(
+            "the workers of '{name}' say no cost of a step: it ran too short, or without a decode worker"
+        )));
+    };
+    let longest = workload.arrivals.iter().map(|arrival| arrival.prompt.num_tokens()).max().unwrap_or(1);
+    let limits = layout.limits(longest);
+    let blocks = |role: &str| workers.iter().filter(|w| w.role == role).filter_map(|w| w.blocks).min();
+    let blocks = |role| blocks(role).map_or(4_096, |blocks| blocks as usize);
+    let base = Shape::llama_on_h200();
+    let shape = Shape {
+        num_prefill_workers,
+        num_decode_workers: workers.len() - num_prefill_workers,
+        layout: match layout {
+            Layout::Disaggregated => Placed::Disaggregated,
+            Layout::Colocated { .. } => Placed::Colocated,
+        },
+        policy: Policy::KvAware,
+        max_local_tokens: 16,
+        door: DoorLimits { max_concurrent: 256, max_queue: 256 },
+        worker: WorkerShape {
+            block_size: BLOCK_TOKENS,
+            prefill_blocks: blocks("prefill"),
+            decode_blocks: blocks("decode"),
+            max_step_tokens: limits.step_tokens as usize,
+            local_prefill_tokens: limits.piece.unwrap_or(LOCAL_PREFILL_TOKENS) as usize,
+            max_step_ms: f64::from(limits.step_ms.unwrap_or(MAX_STEP_MS)),
+            max_num_seqs: MAX_NUM_SEQS,
+            max_queue: MAX_QUEUE,
+            max_open_prompts: MAX_OPEN_PROMPTS,
+            cache: true,
+            ..base.worker
+        },
+        device: Device {
+            link_bytes_per_s: LINK_BYTES_PER_S,
+            latency_us: LATENCY_US,
+            ..Device::SMOLLM2_ON_CPU
+        },
+        ..base
+    };
+    let noise = live.quiet_itl_ms.filter(|quiet| quiet.p50 > 0.0).map(|quiet| Noise {
+        p90: quiet.p90 / quiet.p50,
+        p99: quiet.p99 / quiet.p50,
+        max: quiet.max / quiet.p50,
+    });
+    let measured = Some(Measured { costs, noise: noise.unwrap_or_default() });
+    Ok(ServeConfig { seed: load.seed, shape, workload, num_warm_up: 0, contents: false, measured })
+}
+
+fn cost(worker: &MeasuredWorker) -> Option<StepCost> {
+    let cost = StepCost {
+        fixed_s: worker.fixed_s?,
+        per_token_s: worker.per_token_s?,
+        per_context_token_s: worker.per_context_token_s?,
+    };
+    let parts = [cost.fixed_s, cost.per_token_s, cost.per_context_token_s];
+    (parts.iter().all(|part| part.is_finite() && *part >= 0.0) && parts.iter().sum::<f64>() > 0.0)
+        .then_some(cost)
+}
+
+/// Seconds and tokens that a comparison can have: what is beyond was not written by one.
+const MAX_SECONDS: f64 = 86_400.0;
+const MAX_TOKENS: u32 = 1 << 24;
+
+fn workload(load: &Load) -> Result<Workload, Failure> {
+    let seconds = |field: &str, seconds: f64| match (0.0..=MAX_SECONDS).contains(&seconds) {
+        true => Ok(Duration::from_secs_f64(seconds)),
+        false => Err(Failure::Usage(format!("{field} is {seconds}: from 0 to {MAX_SECONDS}"))),
+    };
+    let tokens = |field: &str, tokens: u32| match (1..=MAX_TOKENS).contains(&tokens) {
+        true => Ok(tokens),
+        false => Err(Failure::Usage(format!("{field} is {tokens}: from 1 to {MAX_TOKENS}"))),
+    };
+    let arrival = |(nth, sent): (usize, &Sent)| {
+        let num = tokens("load.sent.prompt_tokens", sent.prompt_tokens)?;
+        let prompt = match sent.hash_ids.is_empty() {
+            true => Prompt::Unique { nth: nth as u64, tokens: num },
+            false => Prompt::Blocks { ids: sent.hash_ids.clone(), block: TRACE_BLOCK_TOKENS, tokens: num },
+        };
+        let output_tokens = tokens("load.sent.output_tokens", sent.output_tokens)?;
+        Ok(Arrival { at: seconds("load.sent.at_s", sent.at_s)?, prompt, output_tokens })
+    };
+    let arrivals = load.sent.iter().enumerate().map(arrival).collect::<Result<Vec<_>, Failure>>()?;
+    if arrivals.is_empty() {
+        return Err(Failure::Usage("load.sent is empty: nothing arrived".to_owned()));
+    }
+    let streams = Streams {
+        num: load.streams,
+        prompt_tokens: tokens("load.stream_prompt_tokens", load.stream_prompt_tokens)?,
+        output_tokens: tokens("load.stream_tokens", load.stream_tokens)?,
+    };
+    Ok(Workload { streams, quiet: seconds("load.quiet_s", load.quiet_s)?, arrivals })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn worker(role: &str, [fixed_s, per_token_s, per_context_token_s]: [f64; 3]) -> Value {
+        json!({"role": role, "blocks": 2_000, "fixed_s": fixed_s, "per_token_s": per_token_s,
+               "per_context_token_s": per_context_token_s, "residual": 0.05})
+    }
+
+    fn summary([p50, p90, p99, max]: [f64; 4]) -> Value {
+        json!({"p50": p50, "p90": p90, "p99": p99, "max": max, "mean": p50, "count": 100})
+    }
+
+    /// Steps of 8 ms, prompts of 1,000 tokens that take 1 s, one every 4 s: TTFT is 1 s, ITL 8 ms, and colocated in one piece a gap of a second.
+    fn compared() -> Value {
+        let live = |workers: Vec<Value>| {
+            json!({"itl_ms": summary([8.0, 8.0, 8.0, 9.0]), "quiet_itl_ms": summary([8.0, 8.0, 8.0, 8.0]),
+                   "ttft_ms": summary([1_000.0, 1_000.0, 1_000.0, 1_000.0]), "workers": workers})
+        };
+        let sent: Vec<Value> = (0..5)
+            .map(|nth| json!({"at_s": f64::from(nth) * 4.0, "prompt_tokens": 1_000, "output_tokens": 4}))
+            .collect();
+        let prefill = worker("prefill", [0.0, 1e-3, 0.0]);
+        let decode = worker("decode", [8e-3, 0.0, 0.0]);
+        let both = worker("decode", [8e-3, 1e-3, 0.0]);
+        let mut colocated = live(vec![both]);
+        colocated["layout"] = json!("1x2");
+        colocated["chunk"] = Value::Null;
+        json!({
+            "load": {"seed": 1, "streams": 2, "stream_tokens": 500, "stream_prompt_tokens": 16, "quiet_s": 1.0, "sent": sent},
+            "disaggregated": live(vec![decode, prefill]),
+            "colocated": [colocated],
+        })
+    }
+
+    #[test]
+    fn what_was_measured_decides_what_is_simulated() {
+        let rows = compare(&compared().to_string()).unwrap();
+        let of = |cluster: &str, figure: &str| {
+            let found = rows.iter().find(|row| row.cluster == cluster && row.figure == figure);
+            found.unwrap().simulated_ms
+        };
+        let near = |value: f64, expected: f64| (value / expected - 1.0).abs() < 0.03;
+        assert!(near(of("disaggregated", "TTFT p50"), 1_008.0), "{rows:?}");
+        assert!(near(of("disaggregated", "ITL p50"), 8.0) && near(of("disaggregated", "ITL p99"), 8.0));
+        let whole = "1x2, in one piece";
+        assert!(near(of(whole, "TTFT p50"), 1_014.0) && near(of(whole, "ITL p50"), 10.0), "{rows:?}");
+        assert_eq!(rows.len(), 8);
+        assert!(table(&rows).contains("at worst"), "{}", table(&rows));
+    }
+
+    #[test]
+    fn a_file_that_lacks_something_is_told_what() {
+        let broken = |change: fn(&mut Value)| {
+            let mut value = compared();
+            change(&mut value);
+            compare(&value.to_string()).unwrap_err().to_string()
+        };
+        let texts = [
+            (broken(|v| v["load"]["sent"] = json!([])), "load.sent is empty"),
+            (broken(|v| v["load"]["quiet_s"] = json!(-1.0)), "load.quiet_s is -1"),
+            (broken(|v| v["load"]["stream_tokens"] = json!(0)), "load.stream_tokens is 0"),
+            (
+                broken(|v| v["disaggregated"]["workers"][0]["fixed_s"] = Value::Null),
+                "'disaggregated' say no cost",
+            ),
+            (broken(|v| v["colocated"][0]["workers"] = json!([])), "'1x2, in one piece' say no cost"),
+            (broken(|v| _ = v["load"].as_object_mut().unwrap().remove("sent")), "missing field `sent`"),
+        ];
+        for (text, expected) in texts {
+            assert!(text.contains(expected), "{text}");
+        }
+        assert!(compare("nothing").is_err_and(|failure| failure.code() == 2));
+    }
+}
