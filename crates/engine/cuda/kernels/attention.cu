@@ -60,11 +60,13 @@ struct Factors {
 // The packed queries of a warp as operands of a matrix product. Heads of 256 are read again at each use: they would take half of the registers.
 template <class T, int D>
 struct Queries {
-    const T* rows[2];
+    const T* q;
+    // Where the thread's two queries start, 0xffffffff for none.
+    u32 starts[2];
     u32 kept[D <= 128 ? D / 16 : 1][4];
 
     DEVICE u32 two(int half, int dim) const {
-        return rows[half] ? *reinterpret_cast<const u32*>(rows[half] + dim) : 0u;
+        return starts[half] == 0xffffffffu ? 0u : *reinterpret_cast<const u32*>(q + starts[half] + dim);
     }
 
     DEVICE void read(int k, u32 (&out)[4]) const {
@@ -76,13 +78,13 @@ struct Queries {
     }
 
     // `first` is the warp's first packed query of `row` and `kv_head`.
-    DEVICE void start(const T* q, const Row& row, const Shape& shape, u32 first, u32 kv_head) {
+    DEVICE void start(const T* all, const Row& row, const Shape& shape, u32 first, u32 kv_head) {
         const u32 group = shape.group();
+        q = all;
         for (int half = 0; half < 2; half++) {
             const u32 r = first + half * 8 + lane_of() / 4;
-            const u64 token = row.first_token + r / group;
-            const bool any = r < row.num_tokens * group;
-            rows[half] = any ? q + (token * shape.num_heads + kv_head * group + r % group) * D : nullptr;
+            const u32 head = (row.first_token + r / group) * shape.num_heads + kv_head * group + r % group;
+            starts[half] = r < row.num_tokens * group ? head * D : 0xffffffffu;
         }
         if constexpr (D <= 128) {
 #pragma unroll
@@ -104,6 +106,8 @@ template <class T, int D>
 DEVICE void load_step(u8* to, const T* half, const u32* blocks, const Shape& shape, u32 first, u32 end, u32 member, u32 members) {
     const int shift = log2_of(shape.block_size);
     const u64 block_elements = static_cast<u64>(2 * shape.num_kv_heads) * shape.block_size * D;
+    // Addresses of several copies at once would take registers that sums need.
+#pragma unroll 1
     for (u32 i = member; i < STEP * (D / 8); i += members) {
         const u32 nth = i / (D / 8), chunk = i % (D / 8), position = first + nth;
         const bool any = position < end;
@@ -125,7 +129,8 @@ template <class T, int D>
 DEVICE void scores(float (&s)[4][4], const Queries<T, D>& queries, const u8* keys) {
     const int lane = lane_of();
     const u8* row = keys + (lane % 8 + lane / 16 * 8) * padded<D>() + lane / 8 % 2 * 16;
-#pragma unroll
+    // Queries that are not kept would otherwise all be read ahead, into registers that there are not.
+#pragma unroll (D <= 128 ? D / 16 : 4)
     for (int k = 0; k < D / 16; k++) {
         u32 a[4];
         queries.get(k, a);

@@ -80,6 +80,6 @@ DEVICE void attend_combine(T* out, const float* partials, const u32* rows, i32 n
             weight = factors.merge(weight, from[head_dim + 1]);
             largest = factors.largest;
         }
-        put(to + d, acc / weight);
+        put(to + d, product(acc, 1.0f / weight));
     }
 }

@@ -38,7 +38,7 @@
         attend_decode<T, D>(partials, q, layer, rows, items, blocks, shape, capacity);                                                  \
     }                                                                                                                                   \
     EXPORT(attend_decode_##T##_d##D)                                                                                                    \
-    ENTRY(BOUNDED(128, 1) attend_prefill_##T##_d##D)(T * out, const T* q, const T* layer, const u32* rows, const u32* items,            \
+    ENTRY(BOUNDED(128, D <= 64 ? 3 : 1) attend_prefill_##T##_d##D)(T * out, const T* q, const T* layer, const u32* rows, const u32* items,            \
                                                      const u32* blocks, i32 num_heads, i32 num_kv_heads, i32 block_size, float scale) { \
         const Shape shape{num_heads, num_kv_heads, block_size, scale * LOG2_E};                                                         \
         attend_prefill<T, D>(out, q, layer, rows, items, blocks, shape);                                                                \

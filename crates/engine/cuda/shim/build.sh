@@ -13,6 +13,6 @@ unit=$out.cpp
     done
 } >"$unit"
 # Contraction off: a product and a sum round twice unless a kernel says `fused`.
-${CXX:-g++} -std=c++17 -x c++ -O2 -fno-gnu-unique -ffp-contract=off -fPIC -shared -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Werror "$@" "$unit" -o "$out.part"
+${CXX:-g++} -std=c++17 -x c++ -O1 -fno-gnu-unique -ffp-contract=off -fPIC -shared -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Werror "$@" "$unit" -o "$out.part"
 mv "$out.part" "$out"
 rm -f "$unit"

@@ -14,6 +14,7 @@
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 #if !defined(__x86_64__)
@@ -66,9 +67,14 @@ struct Warp {
     std::vector<Fiber*> lanes;
     // Two sets in turn: a lane can be one operation ahead of those that still read the one before.
     unsigned char in[2][32][SLOT_BYTES], out[2][32][SLOT_BYTES];
-    unsigned arrived = 0, turn = 0;
+    unsigned arrived = 0, turn = 0, ready = 0;
     Kind kind = Kind::NONE;
 };
+
+inline void set_state(Fiber* fiber, State state) {
+    fiber->warp->ready += (state == State::READY) - (fiber->state == State::READY);
+    fiber->state = state;
+}
 
 [[noreturn]] inline void fault(const char* what);
 
@@ -140,7 +146,7 @@ inline void fiber_main() {
     arrived_from(nullptr, &g.scheduler_bottom, &g.scheduler_size);
     g.body(g.argument);
     if (!g.now->copies.empty()) fault("a thread ends with copies under way");
-    g.now->state = State::DONE;
+    set_state(g.now, State::DONE);
     to_scheduler(true);
     std::abort();
 }
@@ -157,6 +163,10 @@ inline void to_fiber(Fiber* fiber) {
 }
 
 inline void start(Fiber* fiber) {
+#if defined(__SANITIZE_ADDRESS__)
+    // The fiber before ended in the middle of its last frames.
+    __asan_unpoison_memory_region(fiber->stack, STACK_BYTES);
+#endif
 #if defined(__x86_64__)
     // What `baton_shim_switch` pops: six registers and where it returns to; then the place of a return address, so that the stack is aligned as at a call.
     void** top = reinterpret_cast<void**>(fiber->stack + STACK_BYTES) - 8;
@@ -188,11 +198,11 @@ Out with_warp(Kind kind, const In& in, const Do& act) {
         act(warp.in[turn], warp.out[turn]);
         warp.arrived = 0;
         warp.turn = 1 - turn;
-        for (Fiber* lane : warp.lanes) lane->state = State::READY;
+        for (Fiber* lane : warp.lanes) set_state(lane, State::READY);
         // Somebody else may go first.
         to_scheduler(false);
     } else {
-        fiber->state = State::AT_WARP;
+        set_state(fiber, State::AT_WARP);
         to_scheduler(false);
     }
     Out out;
@@ -201,7 +211,7 @@ Out with_warp(Kind kind, const In& in, const Do& act) {
 }
 
 inline void wait_for_block() {
-    g.now->state = State::AT_BLOCK;
+    set_state(g.now, State::AT_BLOCK);
     to_scheduler(false);
 }
 
@@ -211,6 +221,7 @@ inline std::uint32_t draw() {
 }
 
 inline Fiber* ready_lane(Warp& warp) {
+    if (warp.ready == 0) return nullptr;
     const std::size_t n = warp.lanes.size(), first = g.schedule == SHUFFLED ? draw() % n : 0;
     for (std::size_t i = 0; i < n; i++) {
         Fiber* lane = warp.lanes[g.schedule == WARPS_AHEAD_BACKWARDS ? n - 1 - i : (first + i) % n];
@@ -240,7 +251,7 @@ inline bool open_barrier() {
     if (done == g.fibers.size()) return false;
     if (waiting + done < g.fibers.size()) fault("some lanes of a warp wait for others that never come");
     if (done > 0) fault("threads wait at a barrier that others have left by ending");
-    for (auto& fiber : g.fibers) fiber->state = State::READY;
+    for (auto& fiber : g.fibers) set_state(fiber.get(), State::READY);
     return true;
 }
 
@@ -257,8 +268,9 @@ inline void prepare_fibers(unsigned num_threads) {
     for (unsigned i = 0; i < num_threads; i++) {
         Fiber& fiber = *g.fibers[i];
         fiber.thread = Dim3{i, 0, 0};
-        fiber.state = State::READY;
+        fiber.state = State::DONE;
         fiber.warp = &g.warps[i / 32];
+        set_state(&fiber, State::READY);
         fiber.lane = i % 32;
         fiber.stack = g.stacks[i];
         fiber.copies.clear();
