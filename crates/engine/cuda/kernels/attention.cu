@@ -144,10 +144,10 @@ DEVICE void scores(float (&s)[4][4], const Queries<T, D>& queries, const u8* key
     }
 }
 
-// Merges one step into `sums`. A query sees positions below its `limit`; `first` is the step's first.
-template <class T, int D>
+// Merges one step into `sums`. A query sees positions below its `limit`; `first` is the step's first. Values are looked at after `await_values`.
+template <class T, int D, class Await>
 DEVICE void attend_step(Sums<D>& sums, const Queries<T, D>& queries, const u8* keys, const u8* values, u32 first, const u32 (&limit)[2],
-                        float scale) {
+                        float scale, const Await& await_values) {
     const int lane = lane_of();
     float s[4][4] = {};
     scores<T, D>(s, queries, keys);
@@ -182,6 +182,7 @@ DEVICE void attend_step(Sums<D>& sums, const Queries<T, D>& queries, const u8* k
 #pragma unroll
     for (int j = 0; j < 2; j++)
         for (int c = 0; c < 4; c++) p[j][c] = pack(T{}, s[2 * j + c / 2][c % 2 * 2], s[2 * j + c / 2][c % 2 * 2 + 1]);
+    await_values();
     const u8* row = values + lane % 16 * padded<D>() + lane / 16 * 16;
 #pragma unroll
     for (int d = 0; d < D / 16; d++) {

@@ -18,14 +18,19 @@ DEVICE void attend_decode(float* partials, const T* q, const T* layer, const u32
         u8* values = mine + STEP * padded<D>();
         const u32* table = blocks + row.first_block;
         load_step<T, D>(mine, half_of<T, D>(layer, shape, blockIdx.y, false), table, shape, first, end, lane, 32);
+        end_copies();
         load_step<T, D>(values, half_of<T, D>(layer, shape, blockIdx.y, true), table, shape, first, end, lane, 32);
         end_copies();
         Queries<T, D> queries;
         queries.start(q, row, shape, 0, blockIdx.y);
         const u32 limit[2] = {limit_of(row, group, lane / 4), limit_of(row, group, lane / 4 + 8)};
-        await_copies<0>();
+        await_copies<1>();
         sync_warp();
-        attend_step<T, D>(sums, queries, mine, values, first, limit, shape.scale);
+        // Scores are computed while values are on their way.
+        attend_step<T, D>(sums, queries, mine, values, first, limit, shape.scale, [] {
+            await_copies<0>();
+            sync_warp();
+        });
         // All lanes have read keys and values: their place takes the sums.
         sync_warp();
     }

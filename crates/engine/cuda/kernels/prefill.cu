@@ -69,7 +69,7 @@ DEVICE void attend_prefill(T* out, const T* q, const T* layer, const u32* rows, 
         await_copies<1>();
         // Every thread's copies of this step have arrived.
         sync_block();
-        attend_step<T, D>(tile, queries, stage, stage + STEP * padded<D>(), step * STEP, limit, shape.scale);
+        attend_step<T, D>(tile, queries, stage, stage + STEP * padded<D>(), step * STEP, limit, shape.scale, [] {});
         if (step % STEPS_OF_A_TILE == STEPS_OF_A_TILE - 1 || step + 1 == num_steps) merge_tile<D>(total, largest, weight, tile);
         // Every warp has read this step before the one after next takes its place.
         sync_block();

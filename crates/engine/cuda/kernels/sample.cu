@@ -75,26 +75,33 @@ DEVICE u32 choose(SelectShared* shared, const float* weights, i32 vocab, const S
         return find_in_order(shared, vocab, goal_of(uniform(s), total), [&](i32 i) { return weights[i] >= s.min_p ? fixed(weights[i]) : 0; });
     }
     u64 kept;
-    u32 least_bits = 0;
+    // What is kept weighs at least this.
+    float least = 0;
     if (s.top_k > 0 && s.top_k < static_cast<u32>(vocab)) {
-        const Selected last = select<true>(shared, weights, vocab, s.top_k);
+        least = s.top_k <= SAMPLERS ? reached_by_many(shared, weights, vocab) : 0.0f;
+        const Selected last = select<true>(shared, weights, vocab, s.top_k, least);
         kept = last.sum();
-        least_bits = last.weight_bits;
+        least = from_bits(last.weight_bits);
     } else {
         kept = sum_from(shared, weights, vocab, 0.0f);
+        // Tokens below this have less than half of 1 - top_p together.
+        least = (1.0f - s.top_p) * (static_cast<float>(kept) / 1099511627776.0f) / static_cast<float>(2 * vocab);
     }
     if (s.top_p < 1.0f) {
         const double wanted = static_cast<double>(s.top_p) * static_cast<double>(kept);
         u64 goal = static_cast<u64>(wanted);
         goal += static_cast<double>(goal) < wanted ? 1 : 0;
         goal = goal < 1 ? 1 : goal > kept ? kept : goal;
-        const Selected last = select<false>(shared, weights, vocab, goal);
+        const Selected last = select<false>(shared, weights, vocab, goal, least);
         kept = last.sum();
-        least_bits = last.weight_bits;
+        least = from_bits(last.weight_bits);
     }
     // Weights of those kept are at least the last one's; below `min_p` they are a tail of the order.
-    if (from_bits(least_bits) < s.min_p) kept = sum_from(shared, weights, vocab, s.min_p);
-    const Selected drawn = select<false>(shared, weights, vocab, goal_of(uniform(s), kept));
+    if (least < s.min_p) {
+        least = s.min_p;
+        kept = sum_from(shared, weights, vocab, least);
+    }
+    const Selected drawn = select<false>(shared, weights, vocab, goal_of(uniform(s), kept), least);
     return find_in_order(shared, vocab, drawn.nth, [&](i32 i) { return static_cast<u64>(bits_of(weights[i]) == drawn.weight_bits); });
 }
 

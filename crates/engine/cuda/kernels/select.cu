@@ -64,9 +64,10 @@ DEVICE void find_bucket(SelectShared* shared, u64 goal) {
     }
 }
 
-// `goal` is at least 1 and at most the sum (or number, if COUNTS) of all weights.
+// `goal` is at least 1 and at most the sum (or number, if COUNTS) of the weights from `least` up. Smaller ones are passed over, since what many threads
+// add to few buckets is what takes time here.
 template <bool COUNTS>
-DEVICE Selected select(SelectShared* shared, const float* weights, i32 vocab, u64 goal) {
+DEVICE Selected select(SelectShared* shared, const float* weights, i32 vocab, u64 goal, float least) {
     u32 prefix = 0;
     if (threadIdx.x == 0) {
         shared->above_sum = 0;
@@ -82,6 +83,7 @@ DEVICE Selected select(SelectShared* shared, const float* weights, i32 vocab, u6
         sync_block();
         for (i32 i = threadIdx.x; i < vocab; i += SAMPLERS) {
             const u32 bits = bits_of(weights[i]);
+            if (weights[i] < least) continue;
             if (shift < 24 && bits >> (shift + 8) != prefix) continue;
             const u32 bucket = bits >> shift & (BUCKETS - 1);
             add_shared(&shared->sums[bucket], fixed(weights[i]));
@@ -98,6 +100,19 @@ DEVICE Selected select(SelectShared* shared, const float* weights, i32 vocab, u6
     const u64 nth = COUNTS ? goal - above_count : (goal - above_sum + one - 1) / one;
     sync_block();
     return Selected{prefix, above_sum, above_count, nth};
+}
+
+// A weight that at least 1024 tokens reach (all of them, if there are fewer): each thread's largest one reaches the least of these.
+DEVICE float reached_by_many(SelectShared* shared, const float* weights, i32 vocab) {
+    float largest = 0;
+    for (i32 i = threadIdx.x; i < vocab; i += SAMPLERS) largest = fmaxf(largest, weights[i]);
+    for (int mask = 16; mask > 0; mask /= 2) largest = fminf(largest, exchange(largest, mask));
+    float* scratch = reinterpret_cast<float*>(shared->scratch);
+    if (lane_of() == 0) scratch[warp_of()] = largest;
+    sync_block();
+    for (int warp = 0; warp < SAMPLERS / 32; warp++) largest = fminf(largest, scratch[warp]);
+    sync_block();
+    return largest;
 }
 
 // Sums of `own` over all threads before this one, in order of threads; `total` is everybody's.
