@@ -143,32 +143,42 @@ impl Heads {
         x
     }
 
-    fn check(&self, device: &dyn Device) {
-        let (mut random, num_blocks, context, dim) = (Random(5), 4, 40, self.head_dim);
-        let (positions, tokens) = ([7u32, 39, 0, 8], 4);
-        // The third token is padding.
-        let slots = [0, self.block_size as u32 * 3 - 1, u32::MAX, self.block_size as u32 + 1];
-        let qkv = floats(&mut random, tokens * self.all() * dim, 2.0);
-        let bias = floats(&mut random, self.all() * dim, 1.0);
-        let [q_norm, k_norm] = [(); 2].map(|()| floats(&mut random, dim, 1.0));
-        let turns = floats(&mut random, context * dim, 1.0);
-        let mut q = vec![POISON; tokens * self.num_heads * dim];
-        let block = 2 * self.num_kv_heads * self.block_size * dim;
-        let mut layer = vec![POISON; num_blocks * block];
+    /// Elements of a block in one layer.
+    fn block(&self) -> usize {
+        2 * self.num_kv_heads * self.block_size * self.head_dim
+    }
+
+    /// Inputs of 4 tokens, of which the third is padding, and 4 blocks.
+    fn lay(&self) -> Stored {
+        let (mut random, context, dim) = (Random(5), 40, self.head_dim);
+        let size = self.block_size as u32;
+        Stored {
+            positions: [7, 39, 0, 8],
+            slots: [0, size * 3 - 1, u32::MAX, size + 1],
+            qkv: floats(&mut random, 4 * self.all() * dim, 2.0),
+            bias: floats(&mut random, self.all() * dim, 1.0),
+            norms: [(); 2].map(|()| floats(&mut random, dim, 1.0)),
+            turns: floats(&mut random, context * dim, 1.0),
+            q: vec![POISON; 4 * self.num_heads * dim],
+            layer: vec![POISON; 4 * self.block()],
+        }
+    }
+
+    fn run(&self, device: &dyn Device, s: &mut Stored) {
         let extra = |x| if self.extras { input(x) } else { Arg::Null };
         let [heads, kv_heads, head_dim, block_size] =
-            [self.num_heads, self.num_kv_heads, dim, self.block_size].map(number);
+            [self.num_heads, self.num_kv_heads, self.head_dim, self.block_size].map(number);
         let kernel = format!("rope_kv_{}", self.element.name());
         let args = [
-            output(&mut q),
-            output(&mut layer),
-            input(&qkv),
-            extra(&bias),
-            extra(&q_norm),
-            extra(&k_norm),
-            input(&turns),
-            input(&positions),
-            input(&slots),
+            output(&mut s.q),
+            output(&mut s.layer),
+            input(&s.qkv),
+            extra(&s.bias),
+            extra(&s.norms[0]),
+            extra(&s.norms[1]),
+            input(&s.turns),
+            input(&s.positions),
+            input(&s.slots),
             heads,
             kv_heads,
             head_dim,
@@ -176,42 +186,63 @@ impl Heads {
             Arg::I32(i32::from(self.interleaved)),
             Arg::F32(1e-6),
         ];
-        device.run(&launch(&kernel, [tokens, self.all().div_ceil(8), 1]), &args);
-        let mut written = vec![false; layer.len()];
-        for token in 0..tokens {
-            let turn = &turns[positions[token] as usize * dim..][..dim];
+        device.run(&launch(&kernel, [s.positions.len(), self.all().div_ceil(8), 1]), &args);
+    }
+
+    /// What a token's head should be.
+    fn want(&self, s: &Stored, token: usize, head: usize) -> Vec<f64> {
+        let dim = self.head_dim;
+        let at = (token * self.all() + head) * dim;
+        let bias = |d: usize| if self.extras { s.bias[head * dim + d] } else { 0.0 };
+        let x: Vec<f64> = (0..dim).map(|d| f64::from(s.qkv[at + d] + bias(d))).collect();
+        let turns = Some(&s.turns[s.positions[token] as usize * dim..][..dim]);
+        let (norm, turns) = match head {
+            _ if head < self.num_heads => (Some(&s.norms[0]), turns),
+            _ if head < self.num_heads + self.num_kv_heads => (Some(&s.norms[1]), turns),
+            _ => (None, None),
+        };
+        self.reference(&x, norm.filter(|_| self.extras).map(|norm| &norm[..]), turns)
+    }
+
+    fn check(&self, device: &dyn Device) {
+        let mut s = self.lay();
+        self.run(device, &mut s);
+        let dim = self.head_dim;
+        let mut written = vec![false; s.layer.len()];
+        for token in 0..s.positions.len() {
             for head in 0..self.all() {
-                let at = (token * self.all() + head) * dim;
-                let x: Vec<f64> = (0..dim)
-                    .map(|d| {
-                        f64::from(if self.extras { qkv[at + d] + bias[head * dim + d] } else { qkv[at + d] })
-                    })
-                    .collect();
-                let nth = head.wrapping_sub(self.num_heads);
-                let (norm, turn) = match head {
-                    _ if head < self.num_heads => (Some(&q_norm), Some(turn)),
-                    _ if nth < self.num_kv_heads => (Some(&k_norm), Some(turn)),
-                    _ => (None, None),
-                };
-                let want = self.reference(&x, norm.filter(|_| self.extras).map(|norm| &norm[..]), turn);
                 let got = if head < self.num_heads {
-                    &q[(token * self.num_heads + head) * dim..][..dim]
-                } else if slots[token] == u32::MAX {
+                    &s.q[(token * self.num_heads + head) * dim..][..dim]
+                } else if s.slots[token] == u32::MAX {
                     continue;
                 } else {
-                    let (b, slot) =
-                        (slots[token] as usize / self.block_size, slots[token] as usize % self.block_size);
-                    let at = b * block + (nth * self.block_size + slot) * dim;
+                    let slot = s.slots[token] as usize;
+                    let nth = (head - self.num_heads) * self.block_size + slot % self.block_size;
+                    let at = slot / self.block_size * self.block() + nth * dim;
                     written[at..at + dim].fill(true);
-                    &layer[at..at + dim]
+                    &s.layer[at..at + dim]
                 };
-                let error = largest_error(got.iter().map(|&x| self.element.widen(x)), want.into_iter());
+                let got = got.iter().map(|&x| self.element.widen(x));
+                let error = largest_error(got, self.want(&s, token, head).into_iter());
                 assert!(error <= bound(self.element), "{self:?}, token {token}, head {head}: {error}");
             }
         }
-        let spoiled = layer.iter().zip(&written).any(|(&x, &written)| !written && x != POISON);
+        let spoiled = s.layer.iter().zip(&written).any(|(&x, &written)| !written && x != POISON);
         assert!(!spoiled, "{self:?}: KV is written where no token is");
     }
+}
+
+/// What `rope_kv` is given and gives.
+struct Stored {
+    positions: [u32; 4],
+    slots: [u32; 4],
+    qkv: Vec<f32>,
+    bias: Vec<f32>,
+    /// Of queries, of keys.
+    norms: [Vec<f32>; 2],
+    turns: Vec<f32>,
+    q: Vec<u16>,
+    layer: Vec<u16>,
 }
 
 #[test]
