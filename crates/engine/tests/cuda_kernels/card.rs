@@ -1,4 +1,4 @@
-//! The committed module on a card, through the driver's C interface.
+//! The committed module on a card, through the driver's C interface: `library::the_way_to_a_card_works_on_the_driver_for_tests` keeps it working.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
@@ -11,10 +11,11 @@ type Handle = *mut c_void;
 
 const MAX_DYNAMIC_SHARED: c_int = 8;
 
-/// A module on the first card. One launch at a time.
+/// A module on the first card. One launch at a time, on one stream.
 pub(crate) struct Card {
     library: Handle,
     context: Handle,
+    stream: Handle,
     functions: Mutex<HashMap<String, Option<usize>>>,
     module: Handle,
 }
@@ -47,19 +48,23 @@ impl Card {
         let module_bytes = include_bytes!("../../cuda/built/baton.fatbin").to_vec();
         // SAFETY: the driver's interface, as its manual declares it.
         unsafe {
-            let library = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW);
-            assert!(!library.is_null(), "BATON_KERNELS=card needs a driver: there is no libcuda.so.1");
+            let names = [c"libcuda.so.1", c"libcuda.so"];
+            let open = |name: &CStr| libc::dlopen(name.as_ptr(), libc::RTLD_NOW);
+            let library = names.into_iter().map(open).find(|library| !library.is_null());
+            let library = library.expect("BATON_KERNELS=card needs a driver: there is no libcuda.so.1");
             let init: extern "C" fn(c_uint) -> c_int = symbol(library, c"cuInit");
             let retain: extern "C" fn(*mut Handle, c_int) -> c_int =
                 symbol(library, c"cuDevicePrimaryCtxRetain");
             let set: extern "C" fn(Handle) -> c_int = symbol(library, c"cuCtxSetCurrent");
             let load: extern "C" fn(*mut Handle, *const u8) -> c_int = symbol(library, c"cuModuleLoadData");
-            let (mut context, mut module) = (std::ptr::null_mut(), std::ptr::null_mut());
+            let create: extern "C" fn(*mut Handle, c_uint) -> c_int = symbol(library, c"cuStreamCreate");
+            let [mut context, mut module, mut stream] = [std::ptr::null_mut(); 3];
             succeeded(init(0), "cuInit");
             succeeded(retain(&raw mut context, 0), "cuDevicePrimaryCtxRetain");
             succeeded(set(context), "cuCtxSetCurrent");
             succeeded(load(&raw mut module, module_bytes.as_ptr()), "cuModuleLoadData");
-            Card { library, context, functions: Mutex::default(), module }
+            succeeded(create(&raw mut stream, 0), "cuStreamCreate");
+            Card { library, context, stream, functions: Mutex::default(), module }
         }
     }
 
@@ -102,31 +107,31 @@ impl Device for Card {
         unsafe {
             let allocate: extern "C" fn(*mut u64, usize) -> c_int = symbol(self.library, c"cuMemAlloc_v2");
             let free: extern "C" fn(u64) -> c_int = symbol(self.library, c"cuMemFree_v2");
-            let upload: extern "C" fn(u64, *const c_void, usize) -> c_int =
-                symbol(self.library, c"cuMemcpyHtoD_v2");
-            let download: extern "C" fn(*mut c_void, u64, usize) -> c_int =
-                symbol(self.library, c"cuMemcpyDtoH_v2");
+            let upload: extern "C" fn(u64, *const c_void, usize, Handle) -> c_int =
+                symbol(self.library, c"cuMemcpyHtoDAsync_v2");
+            let download: extern "C" fn(*mut c_void, u64, usize, Handle) -> c_int =
+                symbol(self.library, c"cuMemcpyDtoHAsync_v2");
             let attribute: extern "C" fn(Handle, c_int, c_int) -> c_int =
                 symbol(self.library, c"cuFuncSetAttribute");
-            let wait: extern "C" fn() -> c_int = symbol(self.library, c"cuCtxSynchronize");
+            let wait: extern "C" fn(Handle) -> c_int = symbol(self.library, c"cuStreamSynchronize");
             let mut values: Vec<u64> = args.iter().map(value).collect();
             for (arg, place) in args.iter().zip(&mut values) {
                 if let Arg::Memory { at, bytes, .. } = *arg {
                     succeeded(allocate(place, bytes.max(1)), "cuMemAlloc");
-                    succeeded(upload(*place, at, bytes), "cuMemcpyHtoD");
+                    succeeded(upload(*place, at, bytes, self.stream), "cuMemcpyHtoDAsync");
                 }
             }
             let shared = c_int::try_from(launch.shared_bytes).unwrap();
             succeeded(attribute(function, MAX_DYNAMIC_SHARED, shared), "cuFuncSetAttribute");
             self.launch(function, launch, &mut values);
-            succeeded(wait(), launch.kernel);
-            for (arg, place) in args.iter().zip(values) {
-                if let Arg::Memory { at, bytes, written, .. } = *arg {
-                    if written {
-                        succeeded(download(at, place, bytes), "cuMemcpyDtoH");
-                    }
-                    succeeded(free(place), "cuMemFree");
+            for (arg, place) in args.iter().zip(&values) {
+                if let Arg::Memory { at, bytes, written: true, .. } = *arg {
+                    succeeded(download(at, *place, bytes, self.stream), "cuMemcpyDtoHAsync");
                 }
+            }
+            succeeded(wait(self.stream), launch.kernel);
+            for (_, place) in args.iter().zip(values).filter(|(arg, _)| matches!(arg, Arg::Memory { .. })) {
+                succeeded(free(place), "cuMemFree");
             }
         }
     }
@@ -154,11 +159,11 @@ impl Card {
             values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
         let [x, y, z] = launch.grid.map(|n| c_uint::try_from(n).unwrap());
         let (threads, shared) = (launch.threads as c_uint, launch.shared_bytes as c_uint);
-        let none = std::ptr::null_mut();
         // SAFETY: the driver's interface, as its manual declares it.
         let code = unsafe {
             let start: LaunchKernel = symbol(self.library, c"cuLaunchKernel");
-            start(function, x, y, z, threads, 1, 1, shared, none, pointers.as_mut_ptr(), std::ptr::null_mut())
+            let (stream, arguments) = (self.stream, pointers.as_mut_ptr());
+            start(function, x, y, z, threads, 1, 1, shared, stream, arguments, std::ptr::null_mut())
         };
         succeeded(code, launch.kernel);
     }

@@ -250,3 +250,28 @@ fn nothing_is_read_or_written_beyond_its_memory() {
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
     assert!(output.status.success() && !text.contains(" 0 passed"), "{text}");
 }
+
+/// What reaches a card when there is one (`BATON_KERNELS=card`), on the driver of `cuda/fake`.
+#[test]
+fn the_way_to_a_card_works_on_the_driver_for_tests() {
+    if std::env::var_os("BATON_KERNELS").is_some() || !has_compiler() {
+        return;
+    }
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cuda-driver-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    fs::copy(Build::default().made(), folder.join("libbaton_kernels.so")).unwrap();
+    let driver = cuda_folder().join("fake/driver.cpp");
+    let mut compiler = Command::new("g++");
+    compiler.args(["-std=c++17", "-O0", "-fPIC", "-shared"]).arg(driver).args(["-ldl", "-o"]);
+    assert!(compiler.arg(folder.join("libcuda.so.1")).status().unwrap().success());
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["rows::", "blocks::", "decode_agrees"])
+        .env("BATON_KERNELS", "card")
+        .env("LD_LIBRARY_PATH", &folder)
+        .output()
+        .unwrap();
+    fs::remove_dir_all(folder).unwrap();
+    let text =
+        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    assert!(output.status.success() && text.contains(" 7 passed"), "{text}");
+}
