@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::Mutex;
+use std::time::Instant;
 
 use crate::device::{Arg, Device, Launch};
 use crate::library::value;
@@ -99,6 +100,27 @@ impl Device for Card {
     }
 
     fn run(&self, launch: &Launch<'_>, args: &[Arg<'_>]) {
+        self.run_again(launch, args, 0);
+    }
+}
+
+type LaunchKernel = extern "C" fn(
+    Handle,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    Handle,
+    *mut *mut c_void,
+    *mut *mut c_void,
+) -> c_int;
+
+impl Card {
+    /// Runs a kernel once, and then `repeats` times more; the seconds that one of these took.
+    pub(crate) fn run_again(&self, launch: &Launch<'_>, args: &[Arg<'_>], repeats: u32) -> f64 {
         let mut functions = self.functions.lock().unwrap();
         self.enter();
         let function = self.function(launch.kernel, &mut functions);
@@ -124,6 +146,11 @@ impl Device for Card {
             let shared = c_int::try_from(launch.shared_bytes).unwrap();
             succeeded(attribute(function, MAX_DYNAMIC_SHARED, shared), "cuFuncSetAttribute");
             self.launch(function, launch, &mut values);
+            succeeded(wait(self.stream), launch.kernel);
+            let start = Instant::now();
+            (0..repeats).for_each(|_| self.launch(function, launch, &mut values));
+            succeeded(wait(self.stream), launch.kernel);
+            let seconds = start.elapsed().as_secs_f64() / f64::from(repeats.max(1));
             for (arg, place) in args.iter().zip(&values) {
                 if let Arg::Memory { at, bytes, written: true, .. } = *arg {
                     succeeded(download(at, *place, bytes, self.stream), "cuMemcpyDtoHAsync");
@@ -133,25 +160,10 @@ impl Device for Card {
             for (_, place) in args.iter().zip(values).filter(|(arg, _)| matches!(arg, Arg::Memory { .. })) {
                 succeeded(free(place), "cuMemFree");
             }
+            seconds
         }
     }
-}
 
-type LaunchKernel = extern "C" fn(
-    Handle,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    Handle,
-    *mut *mut c_void,
-    *mut *mut c_void,
-) -> c_int;
-
-impl Card {
     /// # Safety
     /// `values` are what the kernel takes.
     unsafe fn launch(&self, function: Handle, launch: &Launch<'_>, values: &mut [u64]) {

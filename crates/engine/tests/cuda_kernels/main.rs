@@ -8,6 +8,7 @@ mod device;
 mod element;
 mod faults;
 mod library;
+mod rates;
 mod rows;
 mod sampling;
 mod toolchain;
