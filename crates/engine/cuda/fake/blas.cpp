@@ -59,9 +59,13 @@ void multiply(void* argument) {
     const uint64_t k = w->la.rows;
     for (uint64_t n = 0; n < w->ld.cols; n++)
         for (uint64_t m = 0; m < w->ld.rows; m++) {
-            float sums[4] = {};
-            for (uint64_t i = 0; i < k; i++) sums[i % 4] += a[m * k + i] * b[n * k + i];
-            d[n * w->ld.ld + m] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+            float sums[16] = {}, total = 0;
+            uint64_t i = 0;
+            for (; i + 16 <= k; i += 16)
+                for (uint64_t lane = 0; lane < 16; lane++) sums[lane] += a[m * k + i + lane] * b[n * k + i + lane];
+            for (; i < k; i++) sums[i % 16] += a[m * k + i] * b[n * k + i];
+            for (float sum : sums) total += sum;
+            d[n * w->ld.ld + m] = total;
         }
     delete w;
 }

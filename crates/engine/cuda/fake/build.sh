@@ -5,7 +5,7 @@ out=$1
 shift
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$out"
-flags="-std=c++17 -O2 -fPIC -shared -Wall -Wextra -Werror"
+flags="-std=c++17 -O3 -fPIC -shared -Wall -Wextra -Werror"
 # Under the names that are looked for first, so that a driver that is installed is not found before them.
 ${CXX:-g++} $flags "$here/driver.cpp" -Wl,-soname,libcuda.so -ldl -o "$out/libcuda.so"
 ${CXX:-g++} $flags "$here/blas.cpp" -Wl,-soname,libcublasLt.so "$out/libcuda.so" -o "$out/libcublasLt.so"

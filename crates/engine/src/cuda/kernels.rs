@@ -9,7 +9,11 @@ use super::config::Half;
 use super::driver::{Arg, Device, DeviceError, Geometry, Kernel, Module, Span, Stream};
 
 /// Machine code for sm_80 and sm_90, and PTX for later cards.
-static IMAGE: &[u8] = include_bytes!("../../cuda/built/baton.fatbin");
+static IMAGE: &Aligned<[u8]> = &Aligned(*include_bytes!("../../cuda/built/baton.fatbin"));
+
+/// The driver reads words of the image where they lie.
+#[repr(C, align(64))]
+struct Aligned<B: ?Sized>(B);
 
 /// What every launch is told of model and arena.
 #[derive(Clone, Copy, Debug)]
@@ -123,7 +127,7 @@ fn reaches(span: Span, bytes: usize) {
 
 impl Kernels {
     pub(super) fn load(device: &Arc<Device>, half: Half, dims: Dims) -> Result<Kernels, DeviceError> {
-        let module = Module::load(device, IMAGE)?;
+        let module = Module::load(device, &IMAGE.0)?;
         let (t, d) = (half.name(), dims.head_dim);
         let find = |name: String, shared_bytes| module.kernel(&name, shared_bytes);
         Ok(Kernels {

@@ -100,7 +100,7 @@ impl CudaFound {
     /// What is missing, in one line.
     pub fn check(&self, ordinal: u32) -> Result<&CudaDevice, String> {
         if !self.is_usable() {
-            return Err(format!("no CUDA device can be used: there is not {}", self.missing.join(", nor ")));
+            return Err(format!("no CUDA device can be used; missing: {}", self.missing.join(", ")));
         }
         let device = self.devices.iter().find(|device| device.ordinal == ordinal).ok_or_else(|| {
             format!(
@@ -187,7 +187,7 @@ mod tests {
         };
         assert_eq!(found.to_string(), "no driver; missing: the driver (libcuda.so.1), cuBLASLt");
         let error = found.check(0).unwrap_err();
-        assert_eq!(error, "no CUDA device can be used: there is not the driver (libcuda.so.1), nor cuBLASLt");
+        assert_eq!(error, "no CUDA device can be used; missing: the driver (libcuda.so.1), cuBLASLt");
         // Whatever this machine has, looking is safe.
         let here = CudaFound::look();
         assert!(here.is_usable() || here.check(0).is_err(), "{here}");
