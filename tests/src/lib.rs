@@ -7,6 +7,7 @@
 pub mod binary;
 pub mod client;
 pub mod cluster;
+pub mod fake_cuda;
 pub mod go;
 pub mod golden;
 pub mod jaeger;

@@ -2,11 +2,9 @@
 
 mod report;
 
-use baton_engine::{EnginePlan, Isa};
+use baton_engine::{CudaFound, Isa};
 use baton_model::{Model, ModelSource, Progress, TokenizerSource};
-use baton_worker::{
-    MemoryNeed, MemoryPlan, WorkerConfig, WorkerError, memory_available_bytes, memory_limit_bytes,
-};
+use baton_worker::{DeviceName, MemoryNeed, PlannedEngine, WorkerConfig, WorkerError};
 use clap::Command;
 
 use self::report::{ContextFacts, EngineFacts, MemoryFacts, ModelFacts, Problem, Report};
@@ -26,9 +24,10 @@ pub(crate) struct DoctorOptions {
 }
 
 /// Options of a worker that decide what is loaded and how much memory it takes.
-const LOOKED_AT: [&str; 13] = [
+const LOOKED_AT: [&str; 14] = [
     "model",
     "cache-dir",
+    "device",
     "threads",
     "cpus",
     "kv-memory",
@@ -71,6 +70,7 @@ pub(crate) fn run(options: &DoctorOptions) -> Result<(), Failure> {
 fn diagnose(config: &WorkerConfig, progress: &dyn Progress) -> (Report, Option<Failure>) {
     let mut doctor = Doctor { report: Report::default(), failure: None };
     doctor.note("options", config.check());
+    doctor.report.cuda = Some(CudaFound::look().to_string());
     if let Some((source, model)) = doctor.note("model", open(config, progress)) {
         doctor.report.model = Some(model_facts(&source, &model));
         doctor.look_at(&model, config);
@@ -104,26 +104,27 @@ impl Doctor {
     }
 
     fn look_at(&mut self, model: &Model, config: &WorkerConfig) {
-        let planned = config.engine_config().and_then(|engine| Ok(EnginePlan::new(model, &engine)?));
-        let planned = self.note("engine", planned);
+        let planned = self.note("engine", PlannedEngine::new(config, model));
         let context = self.note("context", config.context_of(&model.config));
         let Some(planned) = planned else { return };
         self.report.engine = Some(engine_facts(&planned, config));
         // Where more context is asked for than the model has, the model's own is what could run.
-        let need = MemoryNeed::new(config, context.unwrap_or(model.config.context), planned.memory);
-        let plan = self.note("memory", MemoryPlan::new(need));
-        let fits = need.largest_context();
+        let memory = planned.memory();
+        let need = MemoryNeed::new(config, context.unwrap_or(model.config.context), memory);
+        let plan = self.note("memory", planned.fit(need));
+        let available_bytes = planned.available_bytes().unwrap_or_default();
+        let fits = need.largest_context(available_bytes);
         self.report.context = Some(ContextFacts {
             tokens: need.context,
             of_model: model.config.context,
             fits: fits.map_or(model.config.context as u64, |tokens| tokens.min(model.config.context as u64)),
         });
         self.report.memory = Some(MemoryFacts {
-            weights_bytes: planned.memory.weights_bytes,
-            scratch_bytes: planned.memory.scratch_bytes,
+            weights_bytes: memory.weights_bytes,
+            scratch_bytes: memory.scratch_bytes,
             kv_bytes: plan.map(|plan| plan.bytes),
             kv_tokens: plan.map(|plan| plan.num_blocks as u64 * config.block_size as u64),
-            available_bytes: memory_limit_bytes().into_iter().chain(memory_available_bytes()).min(),
+            available_bytes,
         });
     }
 }
@@ -154,18 +155,27 @@ fn model_facts(source: &ModelSource, model: &Model) -> ModelFacts {
     }
 }
 
-fn engine_facts(planned: &EnginePlan, config: &WorkerConfig) -> EngineFacts {
+fn engine_facts(planned: &PlannedEngine, config: &WorkerConfig) -> EngineFacts {
+    let layout = planned.layout();
+    let (kernels, arithmetic) = match planned {
+        PlannedEngine::Cpu(_, plan) => (plan.isa.name(), if plan.is_int8 { "int8" } else { "f32" }),
+        PlannedEngine::Cuda(..) => ("cuda", layout.dtype.name()),
+    };
     EngineFacts {
-        kernels: planned.isa.name(),
+        device: planned.device().to_string(),
+        kernels,
         available: Isa::available().iter().map(|isa| isa.name()).collect(),
-        arithmetic: if planned.is_int8 { "int8" } else { "f32" },
-        num_threads: config.num_threads(),
-        weights: planned.weight_format.clone(),
+        arithmetic,
+        num_threads: match planned.device() {
+            DeviceName::Cuda(_) => 1,
+            DeviceName::Cpu | DeviceName::Auto => config.num_threads(),
+        },
+        weights: planned.weight_format().to_owned(),
         quantize: config.quantize.name(),
-        kv_dtype: planned.layout.dtype.name(),
-        kv_token_bytes: planned.layout.token_bytes(),
-        block_size: planned.layout.block_size,
-        numerics: planned.layout.numerics_id.clone(),
+        kv_dtype: layout.dtype.name(),
+        kv_token_bytes: layout.token_bytes(),
+        block_size: layout.block_size,
+        numerics: layout.numerics_id.clone(),
     }
 }
 

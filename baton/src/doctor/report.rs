@@ -14,6 +14,8 @@ pub(super) struct Report {
     pub(super) engine: Option<EngineFacts>,
     pub(super) memory: Option<MemoryFacts>,
     pub(super) context: Option<ContextFacts>,
+    /// What CUDA there is, and what of it is missing, in one line.
+    pub(super) cuda: Option<String>,
     /// Why it would not run, the first first.
     pub(super) problems: Vec<Problem>,
 }
@@ -52,6 +54,8 @@ pub(super) struct ModelFacts {
 /// How it would be computed.
 #[derive(Debug, Serialize)]
 pub(super) struct EngineFacts {
+    /// `cpu` or `cuda:N`.
+    pub(super) device: String,
     /// Instruction set chosen.
     pub(super) kernels: &'static str,
     /// Those that this CPU has, best first.
@@ -67,7 +71,7 @@ pub(super) struct EngineFacts {
     pub(super) kv_token_bytes: usize,
     /// Tokens.
     pub(super) block_size: usize,
-    /// Workers with another numerics id refuse each other.
+    /// Workers with another numerics id of the same kind of device refuse each other.
     pub(super) numerics: String,
 }
 
@@ -121,6 +125,7 @@ impl fmt::Display for ModelFacts {
 impl fmt::Display for EngineFacts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (threads, others) = (self.num_threads, self.available.join(", "));
+        row(f, "device", &self.device)?;
         row(
             f,
             "kernels",
@@ -181,6 +186,9 @@ impl fmt::Display for Report {
                 "context",
                 &format!("{tokens} of the model's {of_model} tokens; the largest that fits is {fits}"),
             )?;
+        }
+        if let Some(cuda) = &self.cuda {
+            row(f, "CUDA", cuda)?;
         }
         for problem in &self.problems {
             row(f, "problem", &format!("{}: {}", problem.about, problem.line))?;

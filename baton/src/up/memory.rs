@@ -31,6 +31,7 @@ pub(super) struct MemoryShare {
 /// context is asked for than the model has, [`Failure::Model`] when the engine can't run it.
 pub(super) fn plan(model: &Model, config: &WorkerConfig, num_workers: u64) -> Result<MemoryShare, Failure> {
     let context = config.context_of(&model.config)?;
+    // Those on CUDA devices are not asked about here.
     let engine = EnginePlan::new(model, &config.engine_config()?).map_err(WorkerError::from)?;
     let mut need = MemoryNeed::new(config, context, engine.memory);
     need.other_bytes += BASE_BYTES;

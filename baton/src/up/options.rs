@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use baton_router::{PlacementConfig, SloConfig};
-use baton_worker::{DEFAULT_TOKENS_PER_SEQUENCE, WorkerConfig};
+use baton_worker::{DEFAULT_TOKENS_PER_SEQUENCE, DeviceName, WorkerConfig};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
@@ -24,6 +24,26 @@ pub(crate) struct UpOptions {
     #[arg(long, env = "BATON_DECODE_WORKERS", value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(super) decode_workers: u16,
+
+    /// Devices of the prefill workers, one worker each, such as cuda:0,cuda:1 or cpu [default: --prefill-workers times --device]
+    #[arg(
+        long,
+        env = "BATON_PREFILL_DEVICES",
+        value_name = "LIST",
+        value_delimiter = ',',
+        conflicts_with = "prefill_workers"
+    )]
+    pub(super) prefill_devices: Vec<DeviceName>,
+
+    /// Devices of the decode workers, one worker each, such as cuda:2 [default: --decode-workers times --device]
+    #[arg(
+        long,
+        env = "BATON_DECODE_DEVICES",
+        value_name = "LIST",
+        value_delimiter = ',',
+        conflicts_with = "decode_workers"
+    )]
+    pub(super) decode_devices: Vec<DeviceName>,
 
     /// Start the same number of workers in all, but let each compute prompts and decode: the baseline to compare with
     #[arg(long, env = "BATON_COLOCATED")]
@@ -63,7 +83,24 @@ pub(crate) struct UpOptions {
 /// Workers' options that `up` decides itself and does not offer.
 const NOT_OFFERED: [&str; 3] = ["listen", "address-file", "insecure"];
 /// Options that `up` gives each child a value of its own for.
-const PLANNED: [&str; 7] = ["listen", "address-file", "model", "cpus", "io-cpus", "kv-memory", "colocated"];
+const PLANNED: [&str; 8] =
+    ["listen", "address-file", "model", "device", "cpus", "io-cpus", "kv-memory", "colocated"];
+
+impl UpOptions {
+    /// The device of each prefill worker.
+    pub(super) fn prefill(&self) -> Vec<DeviceName> {
+        devices(&self.prefill_devices, self.prefill_workers, self.worker.device)
+    }
+
+    /// The device of each decode worker.
+    pub(super) fn decode(&self) -> Vec<DeviceName> {
+        devices(&self.decode_devices, self.decode_workers, self.worker.device)
+    }
+}
+
+fn devices(list: &[DeviceName], num_workers: u16, device: DeviceName) -> Vec<DeviceName> {
+    if list.is_empty() { vec![device; num_workers.into()] } else { list.to_vec() }
+}
 
 /// What `up` says differently about the workers' options.
 pub(crate) fn adjust(command: Command) -> Command {
@@ -257,5 +294,26 @@ mod tests {
             passed("listen = \"127.0.0.1:7000\"\ninsecure = true", "up --cpus 0 --model builtin:tiny")
                 .unwrap();
         assert_eq!(arguments(&passed, "prefill-worker"), [""; 0]);
+    }
+
+    #[test]
+    fn a_list_of_devices_is_one_worker_each_and_excludes_a_number() {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            up: UpOptions,
+        }
+        let parse = |line: &str| <Line as clap::Parser>::try_parse_from(line.split(' ')).map(|line| line.up);
+        let up = parse("up --prefill-devices cuda:0,cpu --device cuda:3 --decode-workers 2").unwrap();
+        assert_eq!(up.prefill(), [DeviceName::Cuda(0), DeviceName::Cpu]);
+        assert_eq!(up.decode(), [DeviceName::Cuda(3); 2]);
+        assert_eq!(parse("up").unwrap().prefill(), [DeviceName::Cpu]);
+        for (line, said) in [
+            ("up --prefill-devices cuda:0 --prefill-workers 2", "--prefill-workers"),
+            ("up --decode-devices cuda:0,gpu", "unknown device 'gpu'"),
+        ] {
+            let error = parse(line).unwrap_err().to_string();
+            assert!(error.contains(said), "{error}");
+        }
     }
 }

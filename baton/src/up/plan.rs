@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use baton_model::{Model, ModelSource};
-use baton_worker::ByteSize;
+use baton_worker::{ByteSize, DeviceName};
 
 use super::cores::{self, Fleet, Shares, as_list};
 use super::keep::{Address, Role};
@@ -40,6 +40,20 @@ pub(super) struct Given<'a> {
     pub(super) common: &'a [OsString],
 }
 
+/// What one worker computes with.
+#[derive(Debug, Clone, Copy)]
+struct Resources<'a> {
+    cpus: &'a [usize],
+    device: DeviceName,
+    /// Planned here for those that share this machine's memory.
+    kv_bytes: Option<u64>,
+}
+
+/// Whether a worker with this device takes this machine's memory for its blocks.
+fn is_cpu(device: DeviceName) -> bool {
+    device.resolved() == DeviceName::Cpu
+}
+
 /// How a worker's command line begins.
 const PREFILL: &str = "prefill-worker";
 const DECODE: &str = "decode-worker";
@@ -57,13 +71,18 @@ impl Plan {
         folder: &Path,
     ) -> Result<Self, Failure> {
         let options = given.options;
-        let (prefill, decode) = (usize::from(options.prefill_workers), usize::from(options.decode_workers));
-        let fleet = match options.colocated {
-            true => Fleet { num_prefill: 0, num_decode: prefill + decode },
-            false => Fleet { num_prefill: prefill, num_decode: decode },
+        let (mut prefill, mut decode) = (options.prefill(), options.decode());
+        if options.colocated {
+            prefill.append(&mut decode);
+            std::mem::swap(&mut prefill, &mut decode);
+        }
+        let fleet = Fleet { num_prefill: prefill.len(), num_decode: decode.len() };
+        // Those on devices with memory of their own plan for themselves.
+        let num_on_cpu = prefill.iter().chain(&decode).filter(|device| is_cpu(**device)).count() as u64;
+        let memory = match num_on_cpu {
+            0 => None,
+            _ => Some(memory::plan(model, &options.worker, num_on_cpu)?),
         };
-        let num_workers = (fleet.num_prefill + fleet.num_decode) as u64;
-        let memory = memory::plan(model, &options.worker, num_workers)?;
         let cpus = match &options.worker.cpus {
             Some(list) => list.as_slice().to_vec(),
             None => cores::usable(),
@@ -73,16 +92,19 @@ impl Plan {
             workers: Vec::new(),
             num_prefill: fleet.num_prefill,
             cores: describe_cores(&shares),
-            memory: describe_memory(memory),
+            memory: memory.map_or_else(|| "KV in the devices' memory".to_owned(), describe_memory),
             model: name_of(source),
             beside: shares.beside.clone(),
         };
-        let kv = memory.kv_bytes;
-        for (nth, cpus) in shares.prefill.iter().enumerate() {
-            plan.add_worker(given, PREFILL, format!("prefill-{nth}"), cpus, kv, folder);
+        let kv = memory.map(|memory| memory.kv_bytes);
+        let kv = |device| kv.filter(|_| is_cpu(device));
+        for (nth, (cpus, device)) in shares.prefill.iter().zip(prefill).enumerate() {
+            let given_to = Resources { cpus, device, kv_bytes: kv(device) };
+            plan.add_worker(given, PREFILL, format!("prefill-{nth}"), given_to, folder);
         }
-        for (nth, cpus) in shares.decode.iter().enumerate() {
-            plan.add_worker(given, DECODE, format!("decode-{nth}"), cpus, kv, folder);
+        for (nth, (cpus, device)) in shares.decode.iter().zip(decode).enumerate() {
+            let given_to = Resources { cpus, device, kv_bytes: kv(device) };
+            plan.add_worker(given, DECODE, format!("decode-{nth}"), given_to, folder);
         }
         Ok(plan)
     }
@@ -92,11 +114,12 @@ impl Plan {
         given: Given<'_>,
         role: &str,
         name: String,
-        cpus: &[usize],
-        kv_bytes: u64,
+        Resources { cpus, device, kv_bytes }: Resources<'_>,
         folder: &Path,
     ) {
-        let mut planned = vec![("model", self.model.clone()), ("kv-memory", kv_bytes.to_string())];
+        let mut planned = vec![("model", self.model.clone()), ("device", device.to_string())];
+        let asked = given.options.worker.kv_memory.map(|ByteSize(bytes)| bytes);
+        planned.extend(kv_bytes.or(asked).map(|bytes| ("kv-memory", bytes.to_string())));
         if !cpus.is_empty() {
             planned.push(("cpus", as_list(cpus)));
         }

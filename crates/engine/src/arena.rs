@@ -1,6 +1,6 @@
 //! Memory of all KV blocks.
 
-use baton_kv::{BlockMemory, BlockSlice, KvLayout, MemoryError, ReadLease, WriteLease};
+use baton_kv::{BlockMemory, BlockOrder, BlockRun, BlockSlice, KvLayout, MemoryError, ReadLease, WriteLease};
 
 use crate::error::EngineBuildError;
 use crate::region::Region;
@@ -87,6 +87,22 @@ impl Arena {
         }
     }
 
+    /// The bytes of the lease's `nth` block in `layer`, as they lie. The caller reads only what the step loop has announced as complete.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfRange`].
+    pub fn read<'a>(
+        &'a self,
+        lease: &'a ReadLease,
+        layer: usize,
+        nth: usize,
+    ) -> Result<&'a [u8], MemoryError> {
+        let place = self.place(layer, nth, lease.block(nth), lease.len())?;
+        // SAFETY: the block lies in the region and was zeroed or written; the lease keeps it from being given to
+        // another while the slice lives, and by contract the caller reads complete blocks only.
+        Ok(unsafe { std::slice::from_raw_parts(place, self.layout.block_layer_bytes()) })
+    }
+
     fn check_tokens(&self, at: BlockSlice, num_blocks: usize) -> Result<(), MemoryError> {
         if at.num_tokens > self.layout.block_size {
             return Err(MemoryError::OutOfRange { layer: at.layer, nth: at.nth, num_blocks });
@@ -133,11 +149,27 @@ impl BlockMemory for Arena {
         &self.layout
     }
 
-    fn read<'a>(&'a self, lease: &'a ReadLease, layer: usize, nth: usize) -> Result<&'a [u8], MemoryError> {
-        let place = self.place(layer, nth, lease.block(nth), lease.len())?;
-        // SAFETY: the block lies in the region and was zeroed or written; the lease keeps it from being given to
-        // another while the slice lives, and by the trait's contract the caller reads complete blocks only.
-        Ok(unsafe { std::slice::from_raw_parts(place, self.layout.block_layer_bytes()) })
+    fn read_blocks(
+        &self,
+        lease: &ReadLease,
+        run: BlockRun,
+        order: BlockOrder,
+        take: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), MemoryError> {
+        let BlockRun { layer, first, num_blocks } = run;
+        let mut canonical = Vec::new();
+        for nth in first..first.saturating_add(num_blocks) {
+            match order {
+                BlockOrder::Own => take(self.read(lease, layer, nth)?),
+                BlockOrder::Canonical => {
+                    canonical.clear();
+                    let at = BlockSlice { layer, nth, num_tokens: self.layout.block_size };
+                    self.gather(lease, at, &mut canonical)?;
+                    take(&canonical);
+                }
+            }
+        }
+        Ok(())
     }
 
     fn write(&self, lease: &WriteLease, layer: usize, nth: usize, bytes: &[u8]) -> Result<(), MemoryError> {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_kv::{BlockPool, BlockSlice, BlockTable, KvDtype};
+use baton_kv::{BlockOrder, BlockPool, BlockRun, BlockSlice, BlockTable, KvDtype};
 
 use super::*;
 
@@ -230,4 +230,32 @@ fn slices_outside_or_of_another_size_are_refused() {
     assert_eq!(error, MemoryError::WrongSize { got: want + 1, want });
     write.fence().close();
     assert_eq!(arena.scatter(&write, at(0, 3), &vec![0; want]).unwrap_err(), MemoryError::Fenced);
+}
+
+#[test]
+fn whole_blocks_are_read_as_they_lie_or_in_canonical_order() {
+    for dtype in KvDtype::ALL {
+        let arena = arena_of(dtype, 4);
+        let held = table(&BlockPool::new(4), 3);
+        let (read, write) = (held.read_lease(), held.write_lease(0).unwrap());
+        let len = arena.layout().block_layer_bytes();
+        for nth in 0..3 {
+            arena.write(&write, 2, nth, &pattern(len, 2, nth)).unwrap();
+        }
+        let run = |order, num_blocks| {
+            let mut bytes = Vec::new();
+            let run = BlockRun { layer: 2, first: 1, num_blocks };
+            arena.read_blocks(&read, run, order, &mut |piece| bytes.extend_from_slice(piece)).map(|()| bytes)
+        };
+        assert_eq!(run(BlockOrder::Own, 2).unwrap(), [pattern(len, 2, 1), pattern(len, 2, 2)].concat());
+        let mut canonical = Vec::new();
+        for nth in 1..3 {
+            arena.gather(&read, BlockSlice { layer: 2, nth, num_tokens: 16 }, &mut canonical).unwrap();
+        }
+        assert_eq!(canonical.len(), 2 * len);
+        assert_eq!(run(BlockOrder::Canonical, 2).unwrap(), canonical);
+        for order in [BlockOrder::Own, BlockOrder::Canonical] {
+            assert!(matches!(run(order, 3), Err(MemoryError::OutOfRange { nth: 3, .. })));
+        }
+    }
 }

@@ -26,7 +26,7 @@ pub enum EngineBuildError {
         available: String,
     },
     /// The model is sound, but this engine can't run it.
-    #[error("the CPU engine can't run this model: {what}")]
+    #[error("the engine can't run this model: {what}")]
     UnsupportedModel {
         /// The feature, its value and what is supported.
         what: String,
@@ -52,6 +52,9 @@ pub enum EngineBuildError {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// The CUDA device is not there, or refused something; the user asks for another device.
+    #[error("{0}")]
+    Device(String),
     /// A step thread could not be started or pinned.
     #[error("step threads: {0}")]
     Threads(std::io::Error),

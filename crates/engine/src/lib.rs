@@ -1,5 +1,6 @@
 //! Owns the CPU engine: the memory of KV blocks ([`Arena`]), packed weights, kernels, the thread team, the forward pass
-//! and sampling; together [`CpuEngine`], an implementation of `scheduler`'s `Engine`.
+//! and sampling; together [`CpuEngine`], an implementation of `scheduler`'s `Engine`. And the same for CUDA devices: [`CudaEngine`],
+//! [`CudaArena`].
 //!
 //! Must never know a socket, a request, text, or what runs next. Tensors stop here: a plan comes in, tokens
 //! (or logits) go out, and blocks are reached from outside as bytes through leases alone.
@@ -11,6 +12,7 @@ mod arena;
 mod barrier;
 mod batch;
 mod config;
+mod cuda;
 mod decoder;
 mod engine;
 mod error;
@@ -27,6 +29,7 @@ mod weights;
 
 pub use arena::Arena;
 pub use config::{CpuEngineConfig, EnginePlan, MemoryNeeded, Precision, Quantize};
+pub use cuda::{CudaArena, CudaDevice, CudaEngine, CudaEngineConfig, CudaFound, CudaPlan, cuda_free_bytes};
 pub use engine::CpuEngine;
 pub use error::EngineBuildError;
 pub use kernels::Isa;

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::BlockOrder;
+
 /// Element type of K and V in a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvDtype {
@@ -85,9 +87,9 @@ pub struct KvLayout {
     pub block_size: usize,
     /// Element type.
     pub dtype: KvDtype,
-    /// Order of elements inside a block, by name.
+    /// Order of elements inside a block, by name. Memories of different arrangements meet in the canonical order.
     pub arrangement: String,
-    /// Kernel path, KV dtype and weight format; KV is exact only within one id.
+    /// Device, kernel path, KV dtype and weight format; KV is exact only within one id. The device is what stands before the first `-`.
     pub numerics_id: String,
 }
 
@@ -118,7 +120,19 @@ impl KvLayout {
         [&self.model_digest[..], self.dtype.name().as_bytes(), &[0], self.numerics_id.as_bytes()].concat()
     }
 
-    /// Whether KV of `other` can be used here byte for byte.
+    /// The device that the numerics id begins with: `cpu`, `cuda.sm90`.
+    pub fn device(&self) -> &str {
+        self.numerics_id.split('-').next().unwrap_or_default()
+    }
+
+    /// The order in which whole blocks go to a memory of the other layout.
+    pub fn order_to(&self, other: &Self) -> BlockOrder {
+        if self.arrangement == other.arrangement { BlockOrder::Own } else { BlockOrder::Canonical }
+    }
+
+    /// Whether KV of `other` can be used here: byte for byte, or in the canonical order if the arrangements differ. Devices of
+    /// different kinds round differently whatever they do, so their numerics ids may differ, and an answer of both is not exact; those of
+    /// one kind must agree.
     ///
     /// # Errors
     /// The first field that differs, with both values.
@@ -131,10 +145,10 @@ impl KvLayout {
             ("head_dim", self.head_dim.to_string(), other.head_dim.to_string()),
             ("block_size", self.block_size.to_string(), other.block_size.to_string()),
             ("kv_dtype", self.dtype.to_string(), other.dtype.to_string()),
-            ("arrangement", self.arrangement.clone(), other.arrangement.clone()),
-            ("numerics_id", self.numerics_id.clone(), other.numerics_id.clone()),
         ];
-        for (field, ours, theirs) in pairs {
+        let same_device = self.device() == other.device();
+        let numerics = ("numerics_id", self.numerics_id.clone(), other.numerics_id.clone());
+        for (field, ours, theirs) in pairs.into_iter().chain(same_device.then_some(numerics)) {
             if ours != theirs {
                 return Err(LayoutMismatch { field, ours, theirs });
             }
@@ -213,6 +227,28 @@ mod tests {
         digest[31] = 8;
         let error = ours.check(&KvLayout { model_digest: digest, ..smollm() }).unwrap_err();
         assert_eq!(error.field, "model_digest");
+    }
+
+    #[test]
+    fn devices_of_different_kinds_may_differ_in_numerics_and_arrangements_are_mapped() {
+        let layout = |numerics: &str, arrangement: &str| KvLayout {
+            numerics_id: numerics.into(),
+            arrangement: arrangement.into(),
+            ..smollm()
+        };
+        let cpu = layout("cpu-int8-fma/kv-f16/q4_1", "k[head][dim][token] v[head][token][dim]");
+        let cuda = layout("cuda.sm90-f16-mma16/kv-f16/q4_1>f16", "kv[head][token][dim]");
+        assert_eq!((cpu.device(), cuda.device()), ("cpu", "cuda.sm90"));
+        cpu.check(&cuda).unwrap();
+        cuda.check(&cpu).unwrap();
+        assert_eq!((cpu.order_to(&cuda), cuda.order_to(&cuda)), (BlockOrder::Canonical, BlockOrder::Own));
+        let older = layout("cuda.sm80-f16-mma16/kv-f16/q4_1>f16", "kv[head][token][dim]");
+        cuda.check(&older).unwrap();
+        // One kind of device, other numerics: refused as ever, and so is another element type on any device.
+        let other = layout("cuda.sm90-bf16-mma16/kv-f16/q4_1>bf16", "kv[head][token][dim]");
+        assert_eq!(cuda.check(&other).unwrap_err().field, "numerics_id");
+        let wide = KvLayout { dtype: KvDtype::F32, ..cpu.clone() };
+        assert_eq!(cuda.check(&wide).unwrap_err().field, "kv_dtype");
     }
 
     #[test]

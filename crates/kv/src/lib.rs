@@ -14,7 +14,7 @@ mod table;
 pub use block::{Block, SharedBlock};
 pub use layout::{KvDtype, KvLayout, LayoutMismatch};
 pub use lease::{Fence, ReadLease, WriteLease};
-pub use memory::{BlockMemory, BlockSlice, MemoryError};
+pub use memory::{BlockMemory, BlockOrder, BlockRun, BlockSlice, MemoryError};
 pub use pool::{BlockPool, FreeHook, PoolCounts};
 pub use prefix::{BlockHash, CacheChanges, Inserted, PrefixCache};
 pub use table::{BlockTable, Replacement};

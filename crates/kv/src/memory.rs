@@ -26,6 +26,9 @@ pub enum MemoryError {
         /// Bytes of one block in one layer.
         want: usize,
     },
+    /// The device that has the memory failed; its worker is about to stop.
+    #[error("block memory failed: {0}")]
+    Device(String),
 }
 
 /// The memory behind a pool, in units of (layer, block): `layout().block_layer_bytes()` contiguous bytes each.
@@ -33,12 +36,18 @@ pub trait BlockMemory: Send + Sync {
     /// What a block looks like.
     fn layout(&self) -> &KvLayout;
 
-    /// The bytes of the lease's `nth` block in `layer`. The caller reads only what the step loop
-    /// has announced as complete.
+    /// Gives `take` the bytes of whole blocks, one block after another, in pieces of any size. The caller reads only what the
+    /// step loop has announced as complete.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`].
-    fn read<'a>(&'a self, lease: &'a ReadLease, layer: usize, nth: usize) -> Result<&'a [u8], MemoryError>;
+    /// [`MemoryError::OutOfRange`], [`MemoryError::Device`]; `take` may have had some of the bytes then.
+    fn read_blocks(
+        &self,
+        lease: &ReadLease,
+        run: BlockRun,
+        order: BlockOrder,
+        take: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), MemoryError>;
 
     /// Fills the lease's `nth` block in `layer`.
     ///
@@ -77,6 +86,27 @@ pub trait BlockMemory: Send + Sync {
     /// # Errors
     /// [`MemoryError`]; nothing was written then.
     fn scatter(&self, lease: &WriteLease, at: BlockSlice, bytes: &[u8]) -> Result<(), MemoryError>;
+}
+
+/// Blocks of one layer, one after another in a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockRun {
+    /// Layer.
+    pub layer: usize,
+    /// First block, counted within the lease.
+    pub first: usize,
+    /// Blocks.
+    pub num_blocks: usize,
+}
+
+/// How the bytes of a whole block follow each other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BlockOrder {
+    /// As they lie in memory: the layout's arrangement.
+    #[default]
+    Own,
+    /// As [`BlockMemory::gather`] gives them, for a memory of another arrangement.
+    Canonical,
 }
 
 /// The first tokens of one block in one layer.

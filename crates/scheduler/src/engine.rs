@@ -87,3 +87,26 @@ pub trait Engine: Send {
         on_point: &mut dyn FnMut(StepPoint) -> Flow,
     ) -> Result<(), EngineError>;
 }
+
+impl<E: Engine + ?Sized> Engine for Box<E> {
+    fn layout(&self) -> &KvLayout {
+        (**self).layout()
+    }
+
+    fn max_step_tokens(&self) -> usize {
+        (**self).max_step_tokens()
+    }
+
+    fn vocab_size(&self) -> usize {
+        (**self).vocab_size()
+    }
+
+    fn step(
+        &mut self,
+        plan: &StepPlan,
+        output: &mut StepOutput,
+        on_point: &mut dyn FnMut(StepPoint) -> Flow,
+    ) -> Result<(), EngineError> {
+        (**self).step(plan, output, on_point)
+    }
+}

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use baton_kv::BlockOrder;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::transport::Channel;
 
@@ -18,6 +19,7 @@ const MAX_RINGS: usize = 4;
 pub struct Bulk {
     channel: Channel,
     shared: Option<Arc<Shared>>,
+    order: BlockOrder,
 }
 
 /// What all streams to a peer share.
@@ -63,13 +65,24 @@ impl std::fmt::Debug for Shared {
 impl From<Channel> for Bulk {
     /// Frames carry their payload.
     fn from(channel: Channel) -> Self {
-        Self { channel, shared: None }
+        Self::new(channel, None)
     }
 }
 
 impl Bulk {
     pub(crate) const fn new(channel: Channel, shared: Option<Arc<Shared>>) -> Self {
-        Self { channel, shared }
+        Self { channel, shared, order: BlockOrder::Own }
+    }
+
+    /// The same, to a peer that takes whole blocks in this order.
+    #[must_use]
+    pub const fn in_order(mut self, order: BlockOrder) -> Self {
+        self.order = order;
+        self
+    }
+
+    pub(crate) const fn order(&self) -> BlockOrder {
+        self.order
     }
 
     /// A connection to a process that sees this one's memory, without asking it; for measuring and tests.

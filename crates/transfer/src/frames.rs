@@ -4,7 +4,7 @@
 //! The last block of a prompt, when partly filled, makes a frame of its own with only its tokens.
 //! Chunks here are the sender's: cut where computing had arrived when the sender looked.
 
-use baton_kv::KvLayout;
+use baton_kv::{BlockOrder, KvLayout};
 
 use crate::TransferError;
 
@@ -24,7 +24,7 @@ pub struct Frame {
     pub first_block: u32,
     /// Blocks; 1 when `tail_tokens` is set.
     pub num_blocks: u32,
-    /// 0 for whole raw blocks, otherwise the filled tokens of the prompt's last block.
+    /// 0 for whole raw blocks; the block size for whole blocks in canonical order; otherwise the filled tokens of the prompt's last block.
     pub tail_tokens: u32,
     /// Payload bytes.
     pub len: u32,
@@ -92,6 +92,8 @@ pub struct FramePlan {
     /// Bytes of one token in one layer.
     slot_bytes: usize,
     blocks_per_frame: usize,
+    /// Of whole blocks.
+    order: BlockOrder,
     chunks: Vec<Chunk>,
 }
 
@@ -114,8 +116,16 @@ impl FramePlan {
             block_size: layout.block_size,
             slot_bytes: block_bytes / layout.block_size,
             blocks_per_frame: (frame_bytes.min(MAX_FRAME_BYTES) / block_bytes).max(1),
+            order: BlockOrder::Own,
             chunks: Vec::new(),
         })
+    }
+
+    /// The same frames, with whole blocks in another order.
+    #[must_use]
+    pub const fn in_order(mut self, order: BlockOrder) -> Self {
+        self.order = order;
+        self
     }
 
     /// Adds the chunk from the last one's end to `end_token`. Ends inside a block are rounded down unless they
@@ -213,7 +223,11 @@ impl FramePlan {
             layer: layer as u32,
             first_block: (chunk.first_block + skipped) as u32,
             num_blocks: num_blocks as u32,
-            tail_tokens: if is_tail { tokens as u32 } else { 0 },
+            tail_tokens: match (is_tail, self.order) {
+                (true, _) => tokens as u32,
+                (false, BlockOrder::Own) => 0,
+                (false, BlockOrder::Canonical) => self.block_size as u32,
+            },
             len: (tokens * self.slot_bytes) as u32,
         })
     }

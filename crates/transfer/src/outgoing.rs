@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use baton_handoff::HandoffKey;
-use baton_kv::{BlockMemory, BlockSlice, MemoryError, ReadLease};
+use baton_kv::{BlockMemory, BlockOrder, BlockRun, BlockSlice, MemoryError, ReadLease};
 use baton_proto::bulk::{BULK_BUFFER_BYTES, bulk_buffer_settings};
 use baton_proto::v1;
 use bytes::BufMut;
@@ -81,16 +81,17 @@ impl Blocks {
     ) -> Result<u32, MemoryError> {
         let mut crc = header_crc(&self.key, frame);
         let (layer, first) = (frame.layer as usize, frame.first_block as usize);
-        if frame.tail_tokens > 0 {
-            let at = BlockSlice { layer, nth: first, num_tokens: frame.tail_tokens as usize };
-            tail.clear();
-            self.memory.gather(&self.lease, at, tail)?;
-            return Ok(take(crc, tail));
-        }
-        for nth in first..first + frame.num_blocks as usize {
-            let block = self.memory.read(&self.lease, layer, nth)?;
-            crc = take(crc, block);
-        }
+        let order = match frame.tail_tokens as usize {
+            0 => BlockOrder::Own,
+            whole if whole == self.memory.layout().block_size => BlockOrder::Canonical,
+            num_tokens => {
+                tail.clear();
+                self.memory.gather(&self.lease, BlockSlice { layer, nth: first, num_tokens }, tail)?;
+                return Ok(take(crc, tail));
+            }
+        };
+        let run = BlockRun { layer, first, num_blocks: frame.num_blocks as usize };
+        self.memory.read_blocks(&self.lease, run, order, &mut |bytes| crc = take(crc, bytes))?;
         Ok(crc)
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use baton_handoff::InstanceId;
-use baton_kv::KvLayout;
+use baton_kv::{BlockOrder, KvLayout};
 use baton_proto::v1::handoff_client::HandoffClient;
 use baton_proto::{PROTOCOL_VERSION, v1};
 use tokio::runtime::Handle;
@@ -55,6 +55,8 @@ pub struct Peer {
     bulk: Arc<[Channel]>,
     next_bulk: Arc<AtomicUsize>,
     shared: Option<Arc<Shared>>,
+    /// In which it takes whole blocks.
+    order: BlockOrder,
 }
 
 impl Peer {
@@ -76,7 +78,7 @@ impl Peer {
     /// A connection for one handoff's KV; handoffs take turns over the connections.
     pub fn bulk(&self) -> Bulk {
         let turn = self.next_bulk.fetch_add(1, Ordering::Relaxed) % self.bulk.len();
-        Bulk::new(self.bulk[turn].clone(), self.shared.clone())
+        Bulk::new(self.bulk[turn].clone(), self.shared.clone()).in_order(self.order)
     }
 
     /// How KV travels there: [`Transport::Grpc`] or [`Transport::Shm`].
@@ -209,7 +211,9 @@ impl Peers {
             (0..BULK_CONNECTIONS).map(|_| endpoint.connect_lazy()).collect()
         };
         let next_bulk = Arc::new(AtomicUsize::new(0));
-        Ok(Peer { address: address.to_owned(), instance: theirs.instance, control, bulk, next_bulk, shared })
+        let order = identity.layout.order_to(&theirs.layout);
+        let (address, instance) = (address.to_owned(), theirs.instance);
+        Ok(Peer { address, instance, control, bulk, next_bulk, shared, order })
     }
 
     /// What the two workers agreed on, told in the log.

@@ -141,7 +141,7 @@ pub fn sender_with_frames(
 ) -> Result<(Sender, impl Future<Output = ()> + Send + use<>), TransferError> {
     let SenderConfig { key, span, lease, memory, progress, channel, first_credit, trace } = config;
     let frame_bytes = usize::try_from(first_credit).unwrap_or(usize::MAX).min(frame_bytes);
-    let plan = FramePlan::new(memory.layout(), span, frame_bytes)?;
+    let plan = FramePlan::new(memory.layout(), span, frame_bytes)?.in_order(channel.order());
     let largest = frame_bytes.max(memory.layout().block_layer_bytes());
     let needed = memory.layout().blocks_for(span.prompt_tokens);
     if lease.len() < needed {

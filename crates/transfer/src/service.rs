@@ -214,6 +214,7 @@ async fn write(
             Ok(Outcome::Corrupt { frame }) => claim.tell(ReceiverEvent::Corrupt { frame }).await,
             Err(Fault::Fenced) => return Ended::Revoked,
             Err(Fault::Protocol(detail)) => return Ended::Protocol(detail),
+            Err(Fault::Memory(detail)) => return Ended::Lost(detail),
         }
         let Some(view) = view.filter(|_| shared_bytes > 0) else { continue };
         read.num_payloads += 1;

@@ -47,6 +47,8 @@ pub(crate) enum Outcome {
 pub(crate) enum Fault {
     Fenced,
     Protocol(String),
+    /// This worker's own memory failed.
+    Memory(String),
 }
 
 impl Writer {
@@ -178,7 +180,7 @@ impl Writer {
                 message.layer, layout.num_layers
             ));
         }
-        let (end_block, wanted) = if tail == 0 {
+        let (end_block, wanted) = if tail == 0 || tail == layout.block_size {
             (full_blocks, num_blocks.saturating_mul(layout.block_layer_bytes()))
         } else {
             let filled = self.span.prompt_tokens % layout.block_size;
@@ -219,18 +221,23 @@ impl Writer {
         let mut crc = header_crc(&self.key, frame);
         let (layer, first) = (frame.layer as usize, frame.first_block as usize);
         let no_part = || Fault::Protocol(format!("frame {}: its payload is too short", frame.index));
-        if frame.tail_tokens > 0 {
-            let bytes = payload.part(0..payload.len(), &mut self.scratch).ok_or_else(no_part)?;
-            let at = BlockSlice { layer, nth: first, num_tokens: frame.tail_tokens as usize };
-            self.memory.scatter(&self.lease, at, bytes).map_err(fault)?;
-            return Ok(checksum::append(crc, bytes));
-        }
-        let block_bytes = self.memory.layout().block_layer_bytes();
+        let (num_tokens, layout) = (frame.tail_tokens as usize, self.memory.layout());
+        // A part of the last block, or a whole one.
+        let block_bytes = payload.len().min(layout.block_layer_bytes());
         for nth in 0..frame.num_blocks as usize {
-            let mut sum = None;
-            let mut copy = |block: &mut [u8]| sum = payload.copy(nth * block_bytes, block, crc);
-            self.memory.fill(&self.lease, layer, first + nth, &mut copy).map_err(fault)?;
-            crc = sum.ok_or_else(no_part)?;
+            let start = nth * block_bytes;
+            if num_tokens == 0 {
+                let mut sum = None;
+                let mut copy = |block: &mut [u8]| sum = payload.copy(start, block, crc);
+                self.memory.fill(&self.lease, layer, first + nth, &mut copy).map_err(fault)?;
+                crc = sum.ok_or_else(no_part)?;
+            } else {
+                let bytes =
+                    payload.part(start..start + block_bytes, &mut self.scratch).ok_or_else(no_part)?;
+                let at = BlockSlice { layer, nth: first + nth, num_tokens };
+                self.memory.scatter(&self.lease, at, bytes).map_err(fault)?;
+                crc = checksum::append(crc, bytes);
+            }
             self.unyielded += block_bytes;
             if self.unyielded >= SLICE_BYTES {
                 self.unyielded = 0;
@@ -245,6 +252,7 @@ fn fault(error: MemoryError) -> Fault {
     match error {
         MemoryError::Fenced => Fault::Fenced,
         MemoryError::OutOfRange { .. } | MemoryError::WrongSize { .. } => Fault::Protocol(error.to_string()),
+        MemoryError::Device(_) => Fault::Memory(error.to_string()),
     }
 }
 
@@ -254,7 +262,7 @@ mod tests {
     use std::task::{Context, Waker};
 
     use baton_handoff::RequestId;
-    use baton_kv::{BlockPool, BlockTable, KvDtype, KvLayout, ReadLease};
+    use baton_kv::{BlockOrder, BlockPool, BlockRun, BlockTable, KvDtype, KvLayout, ReadLease};
 
     use super::*;
 
@@ -266,8 +274,14 @@ mod tests {
             &self.0
         }
 
-        fn read<'a>(&'a self, _: &'a ReadLease, _: usize, _: usize) -> Result<&'a [u8], MemoryError> {
-            Ok(&[])
+        fn read_blocks(
+            &self,
+            _: &ReadLease,
+            _: BlockRun,
+            _: BlockOrder,
+            _: &mut dyn FnMut(&[u8]),
+        ) -> Result<(), MemoryError> {
+            Ok(())
         }
 
         fn write(&self, _: &WriteLease, _: usize, _: usize, _: &[u8]) -> Result<(), MemoryError> {

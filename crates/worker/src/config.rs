@@ -9,6 +9,7 @@ use baton_kv::KvDtype;
 use baton_telemetry::trace::Tracing;
 
 use crate::cpus::CpuList;
+use crate::device::DeviceName;
 use crate::size::ByteSize;
 use crate::{WorkerError, limits};
 
@@ -30,6 +31,11 @@ pub struct WorkerConfig {
     /// Folder that models are kept in [default: baton in the user's cache folder]
     #[arg(long, env = "BATON_CACHE_DIR", value_name = "PATH")]
     pub cache_dir: Option<PathBuf>,
+
+    /// Device to compute on: cpu, cuda:N, or auto for the first CUDA device that can be used and the CPU where there is none. On a CUDA
+    /// device weights and activations have the type of --kv-dtype, f16 or bf16
+    #[arg(long, env = "BATON_DEVICE", value_name = "NAME", default_value = "cpu")]
+    pub device: DeviceName,
 
     /// Compute threads, 1 to 256 [default: the CPUs of --cpus, or those this process may use]
     #[arg(long, env = "BATON_THREADS", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]

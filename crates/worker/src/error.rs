@@ -73,6 +73,7 @@ impl From<EngineBuildError> for WorkerError {
             EngineBuildError::Model(error) => Self::Model(error),
             EngineBuildError::OutOfMemory { .. } => Self::Memory(line),
             EngineBuildError::IsaUnavailable { .. } => Self::config("--isa", line),
+            EngineBuildError::Device(_) => Self::config("--device", line),
             EngineBuildError::UnsupportedModel { .. } | EngineBuildError::BadTensor { .. } => {
                 Self::Unsupported(line)
             }

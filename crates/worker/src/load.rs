@@ -3,13 +3,14 @@
 
 use std::time::Instant;
 
-use baton_engine::{CpuEngine, CpuEngineConfig, EnginePlan, Isa, Precision};
-use baton_kv::{BlockMemory, BlockPool};
+use baton_engine::{CpuEngineConfig, Isa, Precision};
+use baton_kv::BlockPool;
 use baton_model::{Model, ModelConfig, ModelName, ModelSource, NoProgress, Progress, ResolveOptions};
 use baton_scheduler::{Engine, Scheduler, SchedulerConfig};
 
 use crate::core::{Loaded, RequestLimits};
-use crate::memory_plan::{MemoryNeed, MemoryPlan};
+use crate::device::PlannedEngine;
+use crate::memory_plan::MemoryNeed;
 use crate::pace::PacedEngine;
 use crate::size::ByteSize;
 use crate::steps::{Built, StepHandle};
@@ -50,13 +51,12 @@ pub(crate) fn load(
     let started = Instant::now();
     let model = open_model(config)?;
     let context = config.context_of(&model.config)?;
-    let mut engine_config = config.engine_config()?;
-    let planned = EnginePlan::new(&model, &engine_config)?;
-    let plan = MemoryPlan::new(MemoryNeed::new(config, context, planned.memory))?;
-    engine_config.num_blocks = plan.num_blocks;
-    let (engine, arena) = CpuEngine::new(&model, engine_config)?;
+    let planned = PlannedEngine::new(config, &model)?;
+    let plan = planned.fit(MemoryNeed::new(config, context, planned.memory()))?;
+    let (device, weights) = (planned.device(), planned.weight_format().to_owned());
+    let (engine, memory) = planned.build(&model, plan.num_blocks)?;
     let pool = BlockPool::new(plan.num_blocks);
-    let cache_salt = config.prefix_cache.then(|| arena.layout().cache_salt());
+    let cache_salt = config.prefix_cache.then(|| memory.layout().cache_salt());
     let scheduler_config = SchedulerConfig { cache_salt, ..scheduler_config(config, scheduling, context) };
     scheduler_config.check().map_err(|reason| WorkerError::config("scheduling options", reason))?;
     let scheduler = Scheduler::new(scheduler_config, pool.clone());
@@ -68,22 +68,23 @@ pub(crate) fn load(
     tracing::info!(
         model = model.config.name,
         context,
+        %device,
         threads = config.num_threads(),
         kv_memory = %ByteSize(plan.bytes),
         num_blocks = plan.num_blocks,
         block_size = config.block_size,
         kv_dtype = %config.kv_dtype,
-        weights = planned.weight_format,
+        weights,
         prefix_cache = config.prefix_cache,
-        numerics = arena.layout().numerics_id,
+        numerics = memory.layout().numerics_id,
         load_ms = started.elapsed().as_millis() as u64,
         "the model is loaded"
     );
     let name = model.config.name.clone();
-    let loaded = Loaded { steps: steps.clone(), pool, memory: arena, model: name, limits };
+    let loaded = Loaded { steps: steps.clone(), pool, memory, model: name, limits };
     let engine: Box<dyn Engine> = match config.pace_tokens_per_s {
         Some(rate) => Box::new(PacedEngine::new(engine, rate)),
-        None => Box::new(engine),
+        None => engine,
     };
     Ok((Built { engine, scheduler }, loaded))
 }

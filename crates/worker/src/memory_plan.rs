@@ -43,13 +43,8 @@ impl MemoryNeed {
     }
 
     /// The largest context, in tokens and whole blocks, one sequence of which could be held here: by all the memory that is left beside the model,
-    /// or by `--kv-memory` if that is less. `None` where the system tells nothing.
-    pub fn largest_context(&self) -> Option<u64> {
-        let free = limits::memory_limit_bytes().into_iter().chain(limits::memory_available_bytes()).min();
-        self.largest_within(free)
-    }
-
-    fn largest_within(&self, free: Option<u64>) -> Option<u64> {
+    /// or by `--kv-memory` if that is less. `free` is the memory in bytes; `None` where nobody tells.
+    pub fn largest_context(&self, free: Option<u64>) -> Option<u64> {
         let left = free.map(|bytes| bytes.saturating_sub(self.other_bytes as u64));
         let bytes = left.into_iter().chain(self.kv_memory.map(|ByteSize(bytes)| bytes)).min()?;
         Some(bytes / self.block_bytes as u64 * self.block_size as u64)
@@ -72,6 +67,14 @@ impl MemoryPlan {
     /// [`WorkerError::Memory`] when not one whole context fits; says the largest context that does.
     pub fn new(need: MemoryNeed) -> Result<Self, WorkerError> {
         Self::within(need, limits::memory_limit_bytes(), limits::memory_available_bytes())
+    }
+
+    /// Plans for memory of a device's own, of which `free` bytes can be had.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub(crate) fn on_device(need: MemoryNeed, free: Option<u64>) -> Result<Self, WorkerError> {
+        Self::within(need, None, free)
     }
 
     fn within(need: MemoryNeed, limit: Option<u64>, available: Option<u64>) -> Result<Self, WorkerError> {
@@ -165,13 +168,13 @@ mod tests {
     #[test]
     fn the_largest_context_is_what_the_memory_beside_the_model_holds() {
         // 100 MiB of the gigabyte are the model's; a block of 16 tokens takes 360 KiB.
-        assert_eq!(NEED.largest_within(Some(1 << 30)), Some(((1 << 30) - (100 << 20)) / (360 << 10) * 16));
-        assert_eq!(NEED.largest_within(Some(50 << 20)), Some(0));
-        assert_eq!(NEED.largest_within(None), None);
+        assert_eq!(NEED.largest_context(Some(1 << 30)), Some(((1 << 30) - (100 << 20)) / (360 << 10) * 16));
+        assert_eq!(NEED.largest_context(Some(50 << 20)), Some(0));
+        assert_eq!(NEED.largest_context(None), None);
         let asked = MemoryNeed { kv_memory: Some(ByteSize(64 << 20)), ..NEED };
-        assert_eq!(asked.largest_within(Some(1 << 30)), Some(2912));
-        assert_eq!(asked.largest_within(None), Some(2912));
-        assert_eq!(asked.largest_within(Some(110 << 20)), Some((10 << 20) / (360 << 10) * 16));
+        assert_eq!(asked.largest_context(Some(1 << 30)), Some(2912));
+        assert_eq!(asked.largest_context(None), Some(2912));
+        assert_eq!(asked.largest_context(Some(110 << 20)), Some((10 << 20) / (360 << 10) * 16));
     }
 
     #[test]

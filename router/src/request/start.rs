@@ -13,7 +13,7 @@ use super::legs::{self, DecodeEvent, Leg, Live};
 use super::marks::Marks;
 use super::run::Run;
 use super::{Output, Where};
-use crate::fleet::{Found, Wanted};
+use crate::fleet::{Found, Member, Wanted};
 
 impl Run<'_> {
     /// Finds a place for the next attempt of a group; only a decode worker with `keep_prefill`.
@@ -78,7 +78,8 @@ impl Run<'_> {
             marks.redirect(root, &opened, &found);
         }
         let common = self.common(&opened);
-        let decode = Some(self.decode_leg(&opened, &found, &common, last.marks.as_deref()));
+        let source = last.prefill_member.as_deref();
+        let decode = Some(self.decode_leg(&opened, &found, &common, (source, last.marks.as_deref())));
         let request = v1::RedirectRequest {
             key: Some(wire_key(HandoffKey { attempt: last.attempt, ..opened.key })),
             new_key: Some(common.key),
@@ -115,7 +116,10 @@ impl Run<'_> {
             attempt: opened.key.attempt,
             prefill,
             redirect: None,
-            decode: opened.decode.then(|| self.decode_leg(opened, found, &common, marks.as_deref())),
+            decode: opened.decode.then(|| {
+                let source = found.prefill.as_deref().filter(|_| !opened.local);
+                self.decode_leg(opened, found, &common, (source, marks.as_deref()))
+            }),
             prefill_member: found.prefill.clone(),
             decode_member: Arc::clone(&found.decode),
             resumes: opened.num_forced > 0,
@@ -123,13 +127,17 @@ impl Run<'_> {
         }
     }
 
+    /// `source` computes the prompt, if another worker does.
     fn decode_leg(
         &self,
         opened: &Legs,
         found: &Found,
         common: &Common,
-        marks: Option<&Marks>,
+        (source, marks): (Option<&Member>, Option<&Marks>),
     ) -> Leg<DecodeEvent> {
+        // A prefix cache promises the bits of its own worker's numerics: what another device computed stays out of it.
+        let is_foreign = source.is_some_and(|source| source.numerics_id() != found.decode.numerics_id());
+        let no_prefix_cache = common.terms.no_prefix_cache || is_foreign;
         let request = v1::DecodeRequest {
             key: Some(common.key.clone()),
             prompt: common.prompt.clone(),
@@ -137,7 +145,7 @@ impl Run<'_> {
             stopping: Some(common.stopping.clone()),
             local: opened.local,
             num_generated: opened.num_forced,
-            terms: Some(common.terms),
+            terms: Some(v1::Terms { no_prefix_cache, ..common.terms }),
         };
         let context = marks.and_then(|marks| marks.decode_context(self.trace));
         legs::decode(&found.decode, request, live(opened), context.unwrap_or_else(|| self.context()))

@@ -143,7 +143,7 @@ fn matrices(c: &ModelConfig) -> Vec<(String, usize, usize)> {
     all
 }
 
-fn checked<'a>(
+pub(crate) fn checked<'a>(
     source: &'a dyn WeightSource,
     name: &str,
     rows: usize,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use baton_model::WeightType;
 
-pub(crate) use load::{LayerWeights, Linear, ModelWeights, WeightPlan};
+pub(crate) use load::{LayerWeights, Linear, ModelWeights, WeightPlan, checked};
 
 use crate::region::Region;
 

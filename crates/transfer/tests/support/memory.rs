@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use baton_kv::{BlockMemory, BlockSlice, KvLayout, MemoryError, ReadLease, WriteLease};
+use baton_kv::{BlockMemory, BlockOrder, BlockRun, BlockSlice, KvLayout, MemoryError, ReadLease, WriteLease};
 
 use super::Rng;
 
@@ -52,9 +52,19 @@ impl BlockMemory for Source {
         &self.layout
     }
 
-    fn read<'a>(&'a self, lease: &'a ReadLease, layer: usize, nth: usize) -> Result<&'a [u8], MemoryError> {
-        let block = lease.block(nth).ok_or(out_of_range(layer, nth, lease.len()))?;
-        Ok(self.block(layer, block))
+    /// Its own order is the canonical one.
+    fn read_blocks(
+        &self,
+        lease: &ReadLease,
+        run: BlockRun,
+        _: BlockOrder,
+        take: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), MemoryError> {
+        for nth in run.first..run.first + run.num_blocks {
+            let block = lease.block(nth).ok_or(out_of_range(run.layer, nth, lease.len()))?;
+            take(self.block(run.layer, block));
+        }
+        Ok(())
     }
 
     fn write(&self, _: &WriteLease, _: usize, _: usize, _: &[u8]) -> Result<(), MemoryError> {
@@ -62,7 +72,8 @@ impl BlockMemory for Source {
     }
 
     fn gather(&self, lease: &ReadLease, at: BlockSlice, out: &mut Vec<u8>) -> Result<(), MemoryError> {
-        let block = self.read(lease, at.layer, at.nth)?;
+        let block = lease.block(at.nth).ok_or(out_of_range(at.layer, at.nth, lease.len()))?;
+        let block = self.block(at.layer, block);
         for (from, _, len) in runs(&self.layout, at.num_tokens) {
             out.extend_from_slice(&block[from..from + len]);
         }
@@ -103,7 +114,13 @@ impl BlockMemory for Sink {
         &self.layout
     }
 
-    fn read<'a>(&'a self, _: &'a ReadLease, _: usize, _: usize) -> Result<&'a [u8], MemoryError> {
+    fn read_blocks(
+        &self,
+        _: &ReadLease,
+        _: BlockRun,
+        _: BlockOrder,
+        _: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), MemoryError> {
         unreachable!("the sink only writes")
     }
 

@@ -1,0 +1,58 @@
+// A device that is none: memory that only queued work may touch, and streams that do nothing before somebody waits for them.
+//
+// Real devices run ahead of whoever queues; this one lags behind as far as it may. So whatever relies on a copy or a kernel having run without
+// waiting for it finds what was there before: an event that is not waited for shows, every time.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+
+namespace fake {
+
+constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NOT_FOUND = 500;
+
+struct Event;
+
+struct Stream {
+    std::deque<std::function<void()>> queue;
+    uint64_t queued = 0, done = 0;
+};
+
+// Where a stream was when the event was last recorded.
+struct Event {
+    Stream* stream = nullptr;
+    uint64_t at = 0;
+};
+
+struct Counts {
+    size_t allocations = 0, device_bytes = 0, pinned = 0, streams = 0, events = 0, modules = 0, contexts = 0, blas = 0;
+    size_t launches = 0, products = 0, copies = 0, dropped_waits = 0;
+};
+
+// Everything below is reached with `lock` held.
+struct Device {
+    std::recursive_mutex lock;
+    std::map<uintptr_t, size_t> memory;  // by first byte
+    std::map<uintptr_t, size_t> pinned;
+    Counts counts;
+    int running = 0;
+
+    // Whether all of these bytes are one allocation's.
+    bool owns(uintptr_t address, size_t len) const;
+    void run(Stream& stream, uint64_t until);
+    void enqueue(Stream& stream, std::function<void()> work);
+};
+
+Device& device();
+
+}  // namespace fake
+
+// For the library of products: queues work that may touch device memory. 0, or an error of the driver's.
+extern "C" int fake_enqueue(void* stream, void (*work)(void*), void* argument);
+extern "C" int fake_owns(uint64_t address, size_t len);
+extern "C" void fake_count(int products, int handles);

@@ -1,0 +1,22 @@
+//! The CUDA engine. The only place that knows CUDA: nothing of it is called before [`CudaFound`] saw its libraries, so one binary serves
+//! machines with and without a card.
+//!
+//! `cuda/ABI.md` beside this crate's sources is the contract with the kernels; their numerics follow from it.
+
+mod arena;
+mod config;
+mod copies;
+mod driver;
+mod engine;
+mod forward;
+mod kernels;
+mod probe;
+mod products;
+mod scratch;
+mod tables;
+mod weights;
+
+pub use arena::CudaArena;
+pub use config::{CudaEngineConfig, CudaPlan};
+pub use engine::CudaEngine;
+pub use probe::{CudaDevice, CudaFound, cuda_free_bytes};

@@ -1,0 +1,78 @@
+//! What a card's attention does in a second: decode's bytes of KV, prefill's operations, and beside them the bytes that the card copies. Figures, no test:
+//! `tests/gpu/kernels` asks for them. `BATON_RATES_TOKENS` is the context, 2,048 at first.
+
+use std::sync::Mutex;
+
+use crate::attention::{Case, Kind, row};
+use crate::card::Card;
+use crate::device::{Arg, Device, Launch, input, number, output};
+use crate::element::Element;
+
+const REPEATS: u32 = 50;
+/// Sequences that decode.
+const BATCH: usize = 32;
+
+/// A card that adds up how long its kernels took, each alone and with its memory in place.
+struct Stopwatch<'a> {
+    card: &'a Card,
+    seconds: Mutex<f64>,
+}
+
+impl Device for Stopwatch<'_> {
+    fn has(&self, kernel: &str) -> bool {
+        self.card.has(kernel)
+    }
+
+    fn run(&self, launch: &Launch<'_>, args: &[Arg<'_>]) {
+        *self.seconds.lock().unwrap() += self.card.run_again(launch, args, REPEATS);
+    }
+}
+
+/// Seconds of all kernels that `work` runs.
+fn seconds(card: &Card, work: impl FnOnce(&Stopwatch<'_>)) -> f64 {
+    let watch = Stopwatch { card, seconds: Mutex::new(0.0) };
+    work(&watch);
+    watch.seconds.into_inner().unwrap()
+}
+
+/// The shape of an 8B model's layer.
+fn case(rows: Vec<crate::attention::Row>) -> Case {
+    Case { element: Element::BF16, head_dim: 128, num_heads: 32, num_kv_heads: 8, block_size: 16, rows }
+}
+
+#[test]
+#[ignore = "measures a card: tests/gpu/kernels runs it there"]
+fn rates_of_a_card() {
+    let card = Card::open();
+    let tokens = std::env::var("BATON_RATES_TOKENS")
+        .map_or(2048, |tokens| tokens.parse().expect("a number of tokens"));
+    let decode = case(vec![row(1, tokens - 1); BATCH]);
+    let laid = decode.lay(1, 2);
+    let decode_seconds = seconds(&card, |watch| drop(decode.run(watch, Kind::Decode, &laid)));
+    let token_bytes = 2 * decode.num_kv_heads * decode.head_dim * 2;
+    let decode_bytes = (BATCH * tokens * token_bytes) as f64;
+
+    let prefill = case(vec![row(tokens, 0)]);
+    let laid = prefill.lay(3, 4);
+    let prefill_seconds = seconds(&card, |watch| drop(prefill.run(watch, Kind::Prefill, &laid)));
+    // A multiply-add is two; each of two products has one for every (query, position that it sees, element).
+    let operations = (4 * prefill.num_heads * prefill.head_dim) as f64 * (tokens * (tokens + 1) / 2) as f64;
+
+    let (num_blocks, len) = (BATCH * tokens / 16, 16 * token_bytes);
+    let pairs: Vec<u32> =
+        (0..num_blocks as u32).flat_map(|block| [block, num_blocks as u32 + block]).collect();
+    let mut arena = vec![0u8; 2 * num_blocks * len];
+    let copy_seconds = seconds(&card, |watch| {
+        let args = [output(&mut arena), input(&pairs), number(2 * num_blocks), number(len)];
+        watch.run(
+            &Launch { kernel: "copy_blocks", grid: [num_blocks, 1, 1], threads: 256, shared_bytes: 0 },
+            &args,
+        );
+    });
+    println!(
+        "\nrates: decode {:.1} GB/s of KV, copies {:.1} GB/s read and written, prefill {:.2} TFLOP/s; bf16, 32 heads of 128 over 8, {BATCH} rows, context {tokens}",
+        decode_bytes / decode_seconds / 1e9,
+        (2 * num_blocks * len) as f64 / copy_seconds / 1e9,
+        operations / prefill_seconds / 1e12,
+    );
+}

@@ -1,0 +1,134 @@
+//! A CUDA driver, cuBLASLt and Baton's kernels for a machine without a card, built by g++ from `crates/engine/cuda`. What is queued runs
+//! only when somebody waits for it, so a missing wait shows; what is not given back is counted.
+
+use std::ffi::{CString, c_void};
+use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::repository;
+
+/// The folder with the libraries.
+#[derive(Clone, Debug)]
+pub struct FakeCuda {
+    folder: PathBuf,
+    library: Option<Library>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Library(*mut c_void);
+
+/// What was taken from the driver and not given back, and what ran.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Allocations on the device, pinned memory, streams, events, modules, contexts, objects of cuBLASLt.
+    pub held: [usize; 7],
+    /// Kernels launched.
+    pub num_launches: usize,
+    /// Matrix products.
+    pub num_products: usize,
+}
+
+impl FakeCuda {
+    /// Builds the libraries when they are not there yet; `None` after it was said why a test must do without.
+    ///
+    /// # Panics
+    /// When there is no g++ or the build fails, under `CI=true`.
+    pub fn build_or_skip() -> Option<Self> {
+        match build() {
+            Ok(folder) => Some(Self { folder, library: None }),
+            Err(error) => {
+                crate::skip(&format!("the fake CUDA driver can't be built: {error}"));
+                None
+            }
+        }
+    }
+
+    /// The variable by which a process finds them, `NAME=VALUE`.
+    pub fn env(&self) -> String {
+        format!("LD_LIBRARY_PATH={}", self.folder.display())
+    }
+
+    /// Loads them into this process, where they are then found under their names.
+    ///
+    /// # Panics
+    /// When they can't be loaded.
+    #[must_use]
+    pub fn loaded(self) -> Self {
+        let driver = open(&self.folder.join("libcuda.so"));
+        open(&self.folder.join("libcublasLt.so"));
+        Self { library: Some(Library(driver)), ..self }
+    }
+
+    /// Since the process began.
+    ///
+    /// # Panics
+    /// When the libraries are not loaded into this process.
+    pub fn counts(&self) -> Counts {
+        let library = self.library.expect("loaded into this process");
+        // SAFETY: the library stays loaded; the name is a C string.
+        let symbol = unsafe { libc::dlsym(library.0, c"fake_counts".as_ptr()) };
+        assert!(!symbol.is_null(), "the library counts");
+        let mut all = [0usize; 9];
+        // SAFETY: the symbol is this function in the library's source, and fills nine numbers.
+        unsafe { std::mem::transmute::<*mut c_void, extern "C" fn(*mut usize)>(symbol)(all.as_mut_ptr()) };
+        let [held @ .., num_launches, num_products] = all;
+        Counts { held, num_launches, num_products }
+    }
+}
+
+fn open(path: &Path) -> *mut c_void {
+    let name = CString::new(path.as_os_str().as_bytes()).expect("a path without zeros");
+    // SAFETY: a library of this repository, whose constructors touch nothing of ours.
+    let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+    assert!(!library.is_null(), "can't load {}", path.display());
+    library
+}
+
+fn build() -> Result<PathBuf, String> {
+    let sources = repository().join("crates/engine/cuda");
+    let folder =
+        crate::binary::target_dir().join("fake-cuda").join(format!("{:016x}", fingerprint(&sources)?));
+    let parent = folder.parent().unwrap_or(&folder);
+    std::fs::create_dir_all(parent).map_err(|error| at(parent, &error))?;
+    // Tests of several processes may want it at once.
+    let lock = File::create(parent.join("lock")).map_err(|error| at(parent, &error))?;
+    lock.lock().map_err(|error| at(parent, &error))?;
+    if folder.is_dir() {
+        return Ok(folder);
+    }
+    let unfinished = parent.join("unfinished");
+    let output = Command::new("sh")
+        .arg(sources.join("fake/build.sh"))
+        .arg(&unfinished)
+        .output()
+        .map_err(|error| format!("sh: {error}"))?;
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+    }
+    std::fs::rename(&unfinished, &folder).map_err(|error| at(&unfinished, &error))?;
+    Ok(folder)
+}
+
+/// Of everything that the libraries are built from.
+fn fingerprint(sources: &Path) -> Result<u64, String> {
+    let mut files = vec![sources.join("order")];
+    for part in ["fake", "kernels", "shim"] {
+        let folder = sources.join(part);
+        let entries = std::fs::read_dir(&folder).map_err(|error| at(&folder, &error))?;
+        files.extend(entries.flatten().map(|entry| entry.path()).filter(|path| path.is_file()));
+    }
+    files.sort();
+    let mut hasher = DefaultHasher::new();
+    for file in files {
+        file.file_name().hash(&mut hasher);
+        std::fs::read(&file).map_err(|error| at(&file, &error))?.hash(&mut hasher);
+    }
+    Ok(hasher.finish())
+}
+
+fn at(path: &Path, error: &std::io::Error) -> String {
+    format!("{}: {error}", path.display())
+}
