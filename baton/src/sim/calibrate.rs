@@ -75,6 +75,14 @@ struct Row {
     off_by: f64,
 }
 
+/// All clusters.
+#[derive(Debug, Default, Serialize)]
+struct Calibration {
+    rows: Vec<Row>,
+    /// Clusters that can't be simulated, since a worker of theirs took too few steps to say what one costs.
+    unknown: Vec<String>,
+}
+
 /// Simulates and prints.
 ///
 /// # Errors
@@ -82,39 +90,62 @@ struct Row {
 pub(super) fn run(path: &Path, json: bool) -> Result<(), Failure> {
     let bad = |why: String| Failure::Usage(format!("--calibrate {}: {why}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|error| bad(error.to_string()))?;
-    let rows = compare(&text).map_err(|failure| match failure {
+    let calibration = compare(&text).map_err(|failure| match failure {
         Failure::Usage(why) => bad(why),
         other => other,
     })?;
-    print(&rows, &table(&rows), json)
+    print(&calibration, &calibration.table(), json)
 }
 
-fn compare(text: &str) -> Result<Vec<Row>, Failure> {
+fn compare(text: &str) -> Result<Calibration, Failure> {
     let compared: Compared =
         serde_json::from_str(text).map_err(|error| Failure::Usage(format!("no comparison: {error}")))?;
-    let mut rows = one(&compared.load, Layout::Disaggregated, &compared.disaggregated)?;
+    let mut calibration = Calibration::default();
+    calibration.add(&compared.load, Layout::Disaggregated, &compared.disaggregated)?;
     for Colocated { layout, chunk, live } in &compared.colocated {
-        rows.extend(one(&compared.load, Layout::Colocated { split: *layout, chunk: *chunk }, live)?);
+        let layout = Layout::Colocated { split: *layout, chunk: *chunk };
+        calibration.add(&compared.load, layout, live)?;
     }
-    Ok(rows)
+    if calibration.rows.is_empty() {
+        let why = "no cluster's workers took enough steps to say what one costs: compare for longer";
+        return Err(Failure::Usage(why.to_owned()));
+    }
+    Ok(calibration)
 }
 
-fn table(rows: &[Row]) -> String {
-    let mut text = format!("{:<24}{:<10}{:>12}{:>14}{:>8}\n", "cluster", "ms", "live", "simulated", "off");
-    for Row { cluster, figure, live_ms, simulated_ms, off_by } in rows {
-        let off = 100.0 * off_by;
-        text.push_str(&format!("{cluster:<24}{figure:<10}{live_ms:>12.1}{simulated_ms:>14.1}{off:>+7.0}%\n"));
+impl Calibration {
+    fn add(&mut self, load: &Load, layout: Layout, live: &Live) -> Result<(), Failure> {
+        match config(load, layout, live)? {
+            Some(config) => self.rows.extend(rows(&config, layout, live)?),
+            None => self.unknown.push(layout.name()),
+        }
+        Ok(())
     }
-    let worst = rows.iter().map(|row| row.off_by.abs()).fold(0.0, f64::max);
-    text.push_str(&format!("at worst {:.0} % off\n", 100.0 * worst));
-    text
+
+    fn table(&self) -> String {
+        let mut text =
+            format!("{:<24}{:<10}{:>12}{:>14}{:>8}\n", "cluster", "ms", "live", "simulated", "off");
+        for Row { cluster, figure, live_ms, simulated_ms, off_by } in &self.rows {
+            let off = 100.0 * off_by;
+            text.push_str(&format!(
+                "{cluster:<24}{figure:<10}{live_ms:>12.1}{simulated_ms:>14.1}{off:>+7.0}%\n"
+            ));
+        }
+        let worst = self.rows.iter().map(|row| row.off_by.abs()).fold(0.0, f64::max);
+        text.push_str(&format!("at worst {:.0} % off\n", 100.0 * worst));
+        for cluster in &self.unknown {
+            text.push_str(&format!(
+                "{cluster}: not simulated, a worker took too few steps to say what one costs\n"
+            ));
+        }
+        text
+    }
 }
 
 /// The four figures of a cluster.
-fn one(load: &Load, layout: Layout, live: &Live) -> Result<Vec<Row>, Failure> {
-    let config = config(load, layout, live)?;
+fn rows(config: &ServeConfig, layout: Layout, live: &Live) -> Result<Vec<Row>, Failure> {
     let Served { ttft, itl, .. } =
-        serve(&config).map_err(|violation| Failure::Unexpected(violation.to_string()))?;
+        serve(config).map_err(|violation| Failure::Unexpected(violation.to_string()))?;
     let (ttft, itl) = (Quantiles::of(&ttft), Quantiles::of(&itl));
     let row = |figure, live_ms: f64, simulated_ms: f64| Row {
         cluster: layout.name(),
@@ -146,17 +177,15 @@ const MAX_STEP_MS: u32 = 500;
 const LINK_BYTES_PER_S: f64 = 1e9;
 const LATENCY_US: (u64, u64) = (100, 300);
 
-fn config(load: &Load, layout: Layout, live: &Live) -> Result<ServeConfig, Failure> {
+/// `None`: a worker says no cost, or none decodes.
+fn config(load: &Load, layout: Layout, live: &Live) -> Result<Option<ServeConfig>, Failure> {
     let workload = workload(load)?;
     let mut workers: Vec<&MeasuredWorker> = live.workers.iter().collect();
     workers.sort_by_key(|worker| worker.role != "prefill");
     let num_prefill_workers = workers.iter().filter(|worker| worker.role == "prefill").count();
     let costs: Option<Vec<StepCost>> = workers.iter().map(|worker| cost(worker)).collect();
     let (Some(costs), true) = (costs, workers.len() > num_prefill_workers) else {
-        let name = layout.name();
-        return Err(Failure::Usage(format!(
-            "the workers of '{name}' say no cost of a step: it ran too short, or without a decode worker"
-        )));
+        return Ok(None);
     };
     let longest = workload.arrivals.iter().map(|arrival| arrival.prompt.num_tokens()).max().unwrap_or(1);
     let limits = layout.limits(longest);
@@ -199,7 +228,7 @@ fn config(load: &Load, layout: Layout, live: &Live) -> Result<ServeConfig, Failu
         max: quiet.max / quiet.p50,
     });
     let measured = Some(Measured { costs, noise: noise.unwrap_or_default() });
-    Ok(ServeConfig { seed: load.seed, shape, workload, num_warm_up: 0, contents: false, measured })
+    Ok(Some(ServeConfig { seed: load.seed, shape, workload, num_warm_up: 0, contents: false, measured }))
 }
 
 fn cost(worker: &MeasuredWorker) -> Option<StepCost> {
@@ -286,7 +315,8 @@ mod tests {
 
     #[test]
     fn what_was_measured_decides_what_is_simulated() {
-        let rows = compare(&compared().to_string()).unwrap();
+        let calibration = compare(&compared().to_string()).unwrap();
+        let rows = &calibration.rows;
         let of = |cluster: &str, figure: &str| {
             let found = rows.iter().find(|row| row.cluster == cluster && row.figure == figure);
             found.unwrap().simulated_ms
@@ -297,7 +327,7 @@ mod tests {
         let whole = "1x2, in one piece";
         assert!(near(of(whole, "TTFT p50"), 1_014.0) && near(of(whole, "ITL p50"), 10.0), "{rows:?}");
         assert_eq!(rows.len(), 8);
-        assert!(table(&rows).contains("at worst"), "{}", table(&rows));
+        assert!(calibration.table().contains("at worst"), "{}", calibration.table());
     }
 
     #[test]
@@ -311,16 +341,28 @@ mod tests {
             (broken(|v| v["load"]["sent"] = json!([])), "load.sent is empty"),
             (broken(|v| v["load"]["quiet_s"] = json!(-1.0)), "load.quiet_s is -1"),
             (broken(|v| v["load"]["stream_tokens"] = json!(0)), "load.stream_tokens is 0"),
-            (
-                broken(|v| v["disaggregated"]["workers"][0]["fixed_s"] = Value::Null),
-                "'disaggregated' say no cost",
-            ),
-            (broken(|v| v["colocated"][0]["workers"] = json!([])), "'1x2, in one piece' say no cost"),
             (broken(|v| _ = v["load"].as_object_mut().unwrap().remove("sent")), "missing field `sent`"),
         ];
         for (text, expected) in texts {
             assert!(text.contains(expected), "{text}");
         }
         assert!(compare("nothing").is_err_and(|failure| failure.code() == 2));
+    }
+
+    #[test]
+    fn a_cluster_whose_workers_say_no_cost_is_left_out_by_name() {
+        let mut value = compared();
+        value["disaggregated"]["workers"][0]["fixed_s"] = Value::Null;
+        let calibration = compare(&value.to_string()).unwrap();
+        assert_eq!(
+            (calibration.rows.len(), calibration.unknown.as_slice()),
+            (4, &["disaggregated".to_owned()][..])
+        );
+        assert!(calibration.table().contains("disaggregated: not simulated"), "{}", calibration.table());
+        value["colocated"][0]["workers"] = json!([]);
+        assert!(
+            compare(&value.to_string())
+                .is_err_and(|failure| failure.to_string().contains("compare for longer"))
+        );
     }
 }

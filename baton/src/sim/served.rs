@@ -211,7 +211,7 @@ impl Outcome {
         let Self { seed, cluster, requests, answered, duration_s, output_tokens_per_s, .. } = self;
         let mut text = format!(
             "{cluster}: {answered} of {requests} requests answered within {duration_s:.1} s of virtual time, {output_tokens_per_s:.0} output tokens/s; seed \
-             {seed}\n{} prompt tokens computed, {} found in prefix caches; {} preemptions; {} events\n",
+             {seed}\n{} prompt tokens computed; {} found in prefix caches of either side, not computed or not sent; {} preemptions; {} events\n",
             self.prompt_tokens, self.cached_tokens, self.preemptions, self.events
         );
         text.push_str(&report::head());

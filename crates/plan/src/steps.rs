@@ -103,15 +103,21 @@ impl Steps {
         if whole == 0 && is_first { left.min(BLOCK_TOKENS) } else { whole }
     }
 
-    /// Seconds of a prompt of `tokens` tokens alone, in steps of at most `budget` tokens, each beside `beside`.
-    pub(crate) fn prompt(&self, beside: &Work, tokens: u32, budget: u32) -> f64 {
-        let (mut position, mut seconds) = (0, 0.0);
+    /// How many steps of at most `budget` prompt tokens, each beside `beside`, a prompt of `tokens` tokens takes alone, and the seconds of all.
+    pub(crate) fn prompt_steps(&self, beside: &Work, tokens: u32, budget: u32) -> (u32, f64) {
+        let (mut position, mut num, mut seconds) = (0, 0, 0.0);
         while position < tokens {
             let chunk = self.chunk(beside, position, tokens - position, budget, true);
             seconds += self.seconds(&beside.with_chunk(position, chunk));
             position += chunk;
+            num += 1;
         }
-        seconds
+        (num, seconds)
+    }
+
+    /// The seconds alone.
+    pub(crate) fn prompt(&self, beside: &Work, tokens: u32, budget: u32) -> f64 {
+        self.prompt_steps(beside, tokens, budget).1
     }
 }
 

@@ -45,10 +45,8 @@ impl Noise {
             (0.99, self.p99.max(1.0)),
             (1.0, self.max.max(1.0)),
         ];
-        let at = points.windows(2).find(|pair| q <= pair[1].0);
-        let Some([(from, low), (to, high)]) = at.and_then(|pair| pair.as_array()) else {
-            return self.max.max(1.0);
-        };
+        let at = points.iter().position(|(share, _)| q <= *share).unwrap_or(points.len() - 1).max(1);
+        let ((from, low), (to, high)) = (points[at - 1], points[at]);
         low + (high - low) * (q - from) / (to - from)
     }
 

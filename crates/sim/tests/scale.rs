@@ -33,12 +33,3 @@ fn a_request_costs_as_many_events_in_a_large_cluster_as_in_a_small_one() {
     let [small, large] = clusters;
     assert!((large / small - 1.0).abs() < 0.15, "{small} events a request, then {large}");
 }
-
-/// `cargo test --release -p baton-sim --test scale -- --ignored --nocapture`
-#[test]
-#[ignore = "a minute of computing: `baton sim --scale` prints the same"]
-fn a_thousand_workers_and_a_hundred_thousand_requests() {
-    for (workers, requests) in [(10, 10_000), (100, 20_000), (1_000, 100_000)] {
-        assert_eq!(served(workers, requests).num_answered, u64::from(requests));
-    }
-}

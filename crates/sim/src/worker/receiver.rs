@@ -46,8 +46,9 @@ impl Receiver {
         }
         let Some(place) = self.cut.place(frame.index) else { return Received::Foreign };
         let Some(block) = self.lease.block(place.block) else { return Received::Foreign };
-        let fits = || frame.payload.len() == place.num_tokens * FingerprintMemory::TOKEN_BYTES;
-        if !self.cut.empty && !(fits() && memory.write(place.layer, block, &frame.payload)) {
+        let fits = frame.payload.len() == place.num_tokens * FingerprintMemory::TOKEN_BYTES;
+        let written = self.cut.empty || (fits && memory.write(place.layer, block, &frame.payload));
+        if !written {
             return Received::Foreign;
         }
         if let Some(have) = self.have.get_mut(frame.index as usize) {
