@@ -1,7 +1,7 @@
 //! `baton bench transfer`: how fast KV moves between two workers of this machine, beside what the machine can do at all.
 //!
 //! Needs no cluster. Both ends run in this process, each on a thread of its own with a runtime of its own, over the code
-//! that workers use, bound to a CPU of its own where there are two. The ways are measured in turn, round by round, so that what else the machine does hits all of them; medians
+//! that workers use. The ways are measured in turn, round by round, so that what else the machine does hits all of them; medians
 //! are reported, and CPU time, which other programs disturb less than speed.
 
 mod baselines;
@@ -10,13 +10,11 @@ mod ends;
 use std::time::{Duration, Instant};
 
 use baton_transfer::Transport;
-use baton_worker::CpuList;
 use serde::Serialize;
 
 use self::baselines::{Copies, Tcp};
 use self::ends::Ends;
 use crate::exit::Failure;
-use crate::up;
 
 /// What to measure, and for how long.
 #[derive(Debug, Clone, clap::Args)]
@@ -44,11 +42,9 @@ pub(crate) struct TransferOptions {
 /// # Errors
 /// [`Failure::Memory`] when the blocks do not fit, [`Failure::Unexpected`] when the two ends can't talk to each other.
 pub(super) fn run(options: &TransferOptions) -> Result<Report, Failure> {
-    let (sending, receiving) = cpus_of_ends();
-    bind(sending.as_ref());
-    let mut ends = Ends::start(options.bytes, receiving.clone())?;
+    let mut ends = Ends::start(options.bytes)?;
     let bytes = ends.bytes();
-    let (tcp, mut copies) = (Tcp::start(bytes, receiving)?, Copies::new(bytes));
+    let (tcp, mut copies) = (Tcp::start(bytes)?, Copies::new(bytes));
     let mut all = Rounds::default();
     // Connections, page faults, clock speed.
     ends.transfer(Transport::Shm)?;
@@ -68,24 +64,6 @@ pub(super) fn run(options: &TransferOptions) -> Result<Report, Failure> {
         all.summed.push(copies.blocks(true));
     }
     Ok(all.report(bytes))
-}
-
-/// A CPU for each end, where there are two. Left to itself the system often puts whoever a loopback socket wakes beside its waker, and then both ends
-/// take turns on one CPU.
-fn cpus_of_ends() -> (Option<CpuList>, Option<CpuList>) {
-    match up::far_apart(2)[..] {
-        [sending, receiving] => (sending.to_string().parse().ok(), receiving.to_string().parse().ok()),
-        _ => (None, None),
-    }
-}
-
-/// Binds the calling thread; what the system refuses only costs quiet.
-fn bind(cpu: Option<&CpuList>) {
-    if let Some(cpu) = cpu
-        && let Err(error) = cpu.bind_current_thread()
-    {
-        eprintln!("an end can't be bound to CPU {cpu}: {error}");
-    }
 }
 
 /// One transfer.

@@ -52,4 +52,4 @@ pub use transport::Transport;
 pub const FRAME_BYTES: usize = 128 * 1024;
 
 /// The same for payloads in shared memory: each costs two small messages, so fewer and larger ones are cheaper.
-pub const SHARED_FRAME_BYTES: usize = 1024 * 1024;
+pub const SHARED_FRAME_BYTES: usize = 512 * 1024;

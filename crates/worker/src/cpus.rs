@@ -77,46 +77,6 @@ pub(crate) fn settle_current_thread(what: &str, cpus: Option<&CpuList>, nice: i3
     }
 }
 
-/// How long a thread that computes in the background may go on before others have their turn, in nanoseconds: several times what the system gives
-/// to all (0.7 to 4 ms).
-#[cfg(target_os = "linux")]
-const LONG_TURN_NS: u64 = 20_000_000;
-
-/// Lets the calling thread, and the threads it starts from now on, compute in long turns. Linux from 6.12 on lets whoever has shorter turns
-/// break into a longer one the moment it wakes; without this it waits for the end of the turn, niceness or not, up to some
-/// milliseconds. Its share of the time stays what it was; older systems take no notice. The niceness is kept.
-///
-/// # Errors
-/// The system's.
-#[cfg(target_os = "linux")]
-pub(crate) fn take_long_turns() -> io::Result<()> {
-    // SAFETY: a plain struct for which all zeros is a value.
-    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
-    let size = size_of::<libc::sched_attr>() as u32;
-    // SAFETY: both calls read or fill `size` bytes of the struct; 0 means the calling thread.
-    let outcome = unsafe {
-        if libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        attributes.size = size;
-        attributes.sched_runtime = LONG_TURN_NS;
-        libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0)
-    };
-    match outcome {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-/// Other systems have no such call.
-///
-/// # Errors
-/// None.
-#[cfg(not(target_os = "linux"))]
-pub(crate) fn take_long_turns() -> io::Result<()> {
-    Ok(())
-}
-
 /// Makes the calling thread, and the threads it starts from now on, give way to others: `nice` in `0..=19`. On Linux
 /// this is a property of a thread, and raising it needs no right.
 ///
@@ -200,7 +160,6 @@ mod tests {
             bound.bind_current_thread().unwrap();
             nice_current_thread(3).unwrap();
             assert_eq!(CpuList::allowed().unwrap(), bound);
-            take_long_turns().unwrap();
             // SAFETY: plain system call without pointers.
             assert_eq!(unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) }, 3);
         })

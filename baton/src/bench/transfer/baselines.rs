@@ -6,9 +6,8 @@ use std::sync::mpsc;
 use std::time::Instant;
 
 use baton_transfer::append_checksum;
-use baton_worker::CpuList;
 
-use super::{Sample, bind, thread_cpu_s};
+use super::{Sample, thread_cpu_s};
 use crate::exit::Failure;
 
 /// Bytes of one write or read.
@@ -30,16 +29,15 @@ fn unexpected(error: impl std::fmt::Display) -> Failure {
 }
 
 impl Tcp {
-    /// Starts the reader on that CPU; it ends with the process.
+    /// Starts the reader; it ends with the process.
     ///
     /// # Errors
     /// [`Failure::Unexpected`] without a loopback.
-    pub(super) fn start(bytes: u64, receiving: Option<CpuList>) -> Result<Self, Failure> {
+    pub(super) fn start(bytes: u64) -> Result<Self, Failure> {
         let listener = TcpListener::bind("127.0.0.1:0").map_err(unexpected)?;
         let address = listener.local_addr().map_err(unexpected)?;
         let (tell, received) = mpsc::sync_channel(1);
         std::thread::spawn(move || {
-            bind(receiving.as_ref());
             let mut piece = vec![0; PIECE_BYTES];
             while let Ok((mut socket, _)) = listener.accept() {
                 let began = thread_cpu_s();

@@ -12,12 +12,11 @@ use baton_transfer::{
     Bulk, Grant, Progress, Receiver, ReceiverEvent, Receivers, Sender, SenderConfig, SenderEvent, TokenSpan,
     Transport, bulk_endpoint, bulk_server_builder, kv_stream_server,
 };
-use baton_worker::CpuList;
 use tokio::runtime::{Handle, Runtime};
 use tokio::sync::{oneshot, watch};
 use tonic::transport::server::TcpIncoming;
 
-use super::{Sample, bind, thread_cpu_s};
+use super::{Sample, thread_cpu_s};
 use crate::exit::Failure;
 
 /// A transfer that takes longer hangs.
@@ -93,11 +92,11 @@ fn layout() -> KvLayout {
 }
 
 impl Ends {
-    /// Starts both, for transfers of about `bytes` bytes; the receiving one on its own CPU, if one is given.
+    /// Starts both, for transfers of about `bytes` bytes.
     ///
     /// # Errors
     /// [`Failure::Memory`], [`Failure::Unexpected`].
-    pub(super) fn start(bytes: u64, receiving: Option<CpuList>) -> Result<Self, Failure> {
+    pub(super) fn start(bytes: u64) -> Result<Self, Failure> {
         let layout = layout();
         let prompt_tokens = usize::try_from(bytes).map_err(unexpected)?.div_ceil(layout.token_bytes());
         let span = TokenSpan { prompt_tokens, skip_tokens: 0 };
@@ -108,7 +107,7 @@ impl Ends {
         progress.tokens_done(prompt_tokens);
         let receivers = Receivers::new(Arc::clone(&destination.memory) as _, 1);
         let (stop, stopped) = oneshot::channel();
-        let (receiving, address, thread) = serve(receivers.clone(), stopped, receiving)?;
+        let (receiving, address, thread) = serve(receivers.clone(), stopped)?;
         let sending = runtime()?;
         let channel = {
             let _entered = sending.enter();
@@ -195,14 +194,12 @@ impl Drop for Ends {
 fn serve(
     receivers: Receivers,
     stopped: oneshot::Receiver<()>,
-    cpu: Option<CpuList>,
 ) -> Result<(Handle, SocketAddr, JoinHandle<()>), Failure> {
     let runtime = runtime()?;
     let handle = runtime.handle().clone();
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).map_err(unexpected)?;
     let address = listener.local_addr().map_err(unexpected)?;
     let thread = std::thread::spawn(move || {
-        bind(cpu.as_ref());
         runtime.block_on(async {
             let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
             let mut server = bulk_server_builder();

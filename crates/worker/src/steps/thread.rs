@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 
 use super::handle::StepHandle;
 use super::run::{Parts, StepLoop};
-use crate::cpus::{CpuList, settle_current_thread, take_long_turns};
+use crate::cpus::{CpuList, settle_current_thread};
 use crate::state::{Lifecycle, State};
 use crate::{Clock, WorkerError};
 
@@ -68,11 +68,6 @@ impl StepThread {
             // Set first, so that a stop that comes while the engine is built is not slept over.
             let _ = shared.thread.set(std::thread::current());
             settle_current_thread("step", options.cpus.as_ref(), options.nice);
-            if options.nice > 0
-                && let Err(error) = take_long_turns()
-            {
-                tracing::warn!(%error, "the step thread can't be given long turns");
-            }
             let Built { engine, scheduler } = match build(&building) {
                 Ok(built) => built,
                 Err(error) => {
