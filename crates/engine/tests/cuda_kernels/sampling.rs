@@ -119,7 +119,7 @@ fn logits(seed: u64, n: usize) -> Vec<f32> {
 #[test]
 fn drawn_tokens_follow_the_rules_within_bounds() {
     let Some(device) = device_or_skip() else { return };
-    for vocab in [288usize, 5000] {
+    for vocab in [288usize, 1030, 5000] {
         let stride = vocab + 16;
         let mut rows = logits(vocab as u64, 2 * stride);
         // Equals: the rounding to quarters makes many; and a second row of only two values.
@@ -135,6 +135,8 @@ fn drawn_tokens_follow_the_rules_within_bounds() {
                 (1.0, 1, 1.0, 0.0),
                 (1.0, 0, 0.01, 0.0),
                 (2.0, 100_000, 0.5, 0.3),
+                // Nearly as many as the weights that are looked at for it.
+                (10.0, 1000, 1.0, 0.0),
             ] {
                 let row = seed as u32 % 2;
                 samplings.push(Sampling { temperature, top_k, top_p, min_p, ..plain(seed, row) });
