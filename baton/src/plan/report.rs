@@ -244,7 +244,7 @@ impl Report {
     }
 
     fn add_sensitivity(&self, text: &mut String) {
-        let _ = writeln!(text, "\n{:<44}{:<18}{}", "with", "disaggregated", "colocated");
+        let _ = writeln!(text, "\n{:<44}{:<18}colocated", "with", "disaggregated");
         for Changed { input, factor, disaggregated, colocated } in &self.sensitivity {
             let none = "none keeps it";
             let (apart, together) =
