@@ -5,7 +5,7 @@ use std::time::Duration;
 use baton_router::RouterError;
 use baton_telemetry::log::{self, LogConfig};
 use baton_telemetry::trace::TracingGuard;
-use baton_worker::WorkerError;
+use baton_worker::{Turns, WorkerError};
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -30,7 +30,11 @@ pub(crate) fn run(command: Commands, global: &GlobalOptions) -> Result<(), Failu
     init_logs(name, global)?;
     watch_parent();
     let runtime = match &command {
-        Commands::Router(_) => threads(num_router_threads())?,
+        Commands::Router(_) => {
+            // Beside a step on the same core; a refusal only costs waits.
+            let _ = Turns::Short.take();
+            threads(num_router_threads())?
+        }
         // A worker brings its own threads; this one only waits for signals.
         _ => one_thread()?,
     };

@@ -29,7 +29,7 @@ pub use cache_stream::MAX_CACHE_WATCHERS;
 pub use clock::Clock;
 pub use config::WorkerConfig;
 pub use core::{Core, Leg, Loaded, RequestLimits};
-pub use cpus::CpuList;
+pub use cpus::{CpuList, Turns};
 pub use device::{DeviceName, PlannedEngine};
 pub use error::WorkerError;
 pub use identity::new_instance_id;

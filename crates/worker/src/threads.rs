@@ -3,7 +3,7 @@
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::WorkerError;
-use crate::cpus::{CpuList, settle_current_thread};
+use crate::cpus::{CpuList, Turns, settle_current_thread};
 
 /// How much each kind of thread gives way to others, 0 to 19.
 #[derive(Clone, Copy, Debug, Default)]
@@ -59,7 +59,14 @@ impl Drop for Background {
 
 fn runtime(name: &'static str, cpus: Option<&CpuList>, nice: i32) -> Result<Runtime, WorkerError> {
     let cpus = cpus.cloned();
-    let settle = move || settle_current_thread(name, cpus.as_ref(), nice);
+    let settle = move || {
+        settle_current_thread(name, cpus.as_ref(), nice);
+        if nice == 0
+            && let Err(error) = Turns::Short.take()
+        {
+            tracing::debug!(%error, "the {name} thread can't be given short turns");
+        }
+    };
     Builder::new_multi_thread()
         .worker_threads(1)
         .max_blocking_threads(4)
