@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """TTFT of a short prompt, idle and right after a prompt of 100,000 tokens was cancelled in its prefill.
 
-Beside it runs `baton up --model builtin:tiny`; the argument is its HTTP port (8080). Takes about 30 s and ends by itself.
+Beside it runs `baton up --model builtin:tiny`; the argument is its HTTP port (8080). Takes about 40 s and ends by itself.
 """
 
 import http.client
@@ -44,12 +44,13 @@ for _ in range(5):
     ttft_ms()
 idle, after = [], []
 for _ in range(ROUNDS):
+    # As long a pause before either: after a second of it cores and caches are colder for both.
+    time.sleep(0.5 + 1.5 * numbers.random())
     idle.append(ttft_ms())
     giant = ask(100_000)
     time.sleep(0.5 + 1.5 * numbers.random())
     giant.close()
     after.append(ttft_ms())
-    time.sleep(0.2)
 for name, times in (("idle", idle), ("after the cancel", after)):
     print(f"{name}: median {statistics.median(times):.1f} ms, {min(times):.1f} to {max(times):.1f}")
 print(f"ratio of the medians: {statistics.median(after) / statistics.median(idle):.2f}")

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 pub(super) use baton_sim::workload::{Arrival, Gaps, Pace, Prompt};
-use baton_sim::workload::{Lengths, MAX_ARRIVALS, Random, UniqueShape};
+use baton_sim::workload::{Lengths, MAX_ARRIVALS, Random, UniqueShape, turn_tokens};
 
 use super::request::{Ask, Asks, FIRST_ID};
 use crate::exit::Failure;
@@ -59,7 +59,8 @@ impl Workload {
     /// The request of a background stream's `turn`.
     pub(super) fn stream(&self, nth: u32, turn: u64) -> Ask {
         let sequence = u64::from(nth) + turn * u64::from(self.streams.num);
-        self.asks(STREAM_PROMPT_TOKENS, self.streams.output_tokens).nth(sequence)
+        let output = turn_tokens(self.streams.output_tokens, (nth, self.streams.num), turn);
+        self.asks(STREAM_PROMPT_TOKENS, output).nth(sequence)
     }
 
     fn asks(&self, prompt: u32, output: u32) -> Asks {
@@ -130,7 +131,9 @@ mod tests {
         assert!(prompts.iter().all(|prompt| prompt.len() == 64));
         prompts.extend((0..8).flat_map(|nth| (0..3).map(move |turn| (nth, turn))).map(|(nth, turn)| {
             let ask = workload.stream(nth, turn);
-            assert_eq!((ask.prompt.len(), ask.output_tokens), (16, 500));
+            let first = [63, 125, 188, 250, 313, 375, 438, 500];
+            let tokens = if turn == 0 { first[nth as usize] } else { 500 };
+            assert_eq!((ask.prompt.len(), ask.output_tokens), (16, tokens));
             ask.prompt
         }));
         prompts.iter_mut().for_each(|prompt| prompt.truncate(16));

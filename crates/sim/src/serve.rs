@@ -8,7 +8,7 @@ use crate::fidelity::{Fidelity, Measured};
 use crate::ids::IdMap;
 use crate::random::Random;
 use crate::router::Ask;
-use crate::workload::{self, Prompt, Workload};
+use crate::workload::{self, Prompt, Workload, turn_tokens};
 use crate::{Durations, Load, Report, Shape, Violation, world};
 
 /// The sequences of streams' prompts, of blocks by name, and of arrivals' own prompts.
@@ -198,7 +198,8 @@ impl Given {
                 let (stream, turn, _) = self.turns.get(&request).copied().unwrap_or_default();
                 let streams = &self.workload.streams;
                 let nth = STREAMS + u64::from(stream) + turn * u64::from(streams.num);
-                (self.tokens(nth, streams.prompt_tokens).collect(), streams.output_tokens)
+                let output = turn_tokens(streams.output_tokens, (stream, streams.num), turn);
+                (self.tokens(nth, streams.prompt_tokens).collect(), output)
             }
         };
         Ask {

@@ -65,6 +65,16 @@ pub struct Streams {
     pub output_tokens: u32,
 }
 
+/// Tokens of a stream's `turn`: `whole`, but less in the first turn, so that of `num` streams one ends after the other. If all began and ended together,
+/// steps would grow with all their contexts at once, and their prompts would meet.
+pub const fn turn_tokens(whole: u32, (stream, num): (u32, u32), turn: u64) -> u32 {
+    if turn > 0 || num == 0 {
+        return whole;
+    }
+    let share = (whole as u64 * (stream as u64 + 1)).div_ceil(num as u64);
+    share as u32
+}
+
 /// Everything that one run sends.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Workload {

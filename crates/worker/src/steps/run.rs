@@ -139,7 +139,6 @@ impl StepLoop {
                 }
                 Command::Commit(id, first, prefill_s) => self.commit(id, &first, prefill_s, now),
                 Command::Notice(id, at) => {
-                    self.members.note_victims(id, at);
                     self.tell(id, self.boundaries.at_or_after(at, now), SequenceEvent::Boundary);
                 }
                 Command::Stop(id) => self.stop(id, now),
@@ -232,6 +231,8 @@ impl StepLoop {
         note(&self.metrics, group, &event);
         match event {
             SequenceEvent::Started { .. } => group.start(at),
+            // From now on its prompt may be computed elsewhere. When that is done some of these have ended, and who began anew waits behind it.
+            SequenceEvent::Reserved { .. } => self.members.note_victims(id, at),
             SequenceEvent::Preempted { .. } => member.preempted.set(true),
             SequenceEvent::Token { .. } => {
                 if let Some(stall) = member.token(at, &self.stalls, &self.metrics) {
