@@ -12,6 +12,9 @@ use crate::spans::{Trace, number};
 const PLAIN: &str = "/v1/completions";
 const TWO_PAIRS: Shape = Shape { num_prefill: 2, num_decode: 2 };
 
+/// The decode worker's tokens come behind the first one, which travels on another stream.
+const PACE: Duration = Duration::from_millis(10);
+
 async fn answered(shape: Shape, script: Script) -> Trace {
     let (cluster, mut spans) = Cluster::traced(shape, script, &[], 1.0).await;
     let answer = cluster.client.post(PLAIN, &json!({"prompt": "x", "max_tokens": 12})).await;
@@ -55,7 +58,7 @@ async fn a_prompt_computed_again_shows_both_attempts() {
 
 #[tokio::test]
 async fn an_answer_that_goes_on_elsewhere_shows_where_it_broke() {
-    let script = Script { decode_breaks_before: Some(5), ..Script::says("abcdefghijkl") };
+    let script = Script { decode_breaks_before: Some(5), pace: PACE, ..Script::says("abcdefghijkl") };
     let trace = answered(TWO_PAIRS, script).await;
     let [routes, prefills, decodes] = ["route", "prefill", "decode"].map(|name| trace.named(name));
     for spans in [&routes, &prefills, &decodes] {
@@ -84,7 +87,7 @@ async fn kv_that_is_sent_elsewhere_is_computed_once() {
 
 #[tokio::test]
 async fn a_sequence_that_gave_up_its_blocks_goes_on_in_another_attempt() {
-    let script = Script { decode_preempts: Some((0, 4)), ..Script::says("abcdefghijkl") };
+    let script = Script { decode_preempts: Some((0, 4)), pace: PACE, ..Script::says("abcdefghijkl") };
     let trace = answered(ONE_PAIR, script).await;
     let [prefills, decodes] = ["prefill", "decode"].map(|name| trace.named(name));
     assert_eq!((prefills.len(), decodes.len()), (2, 2));
@@ -96,7 +99,8 @@ async fn a_sequence_that_gave_up_its_blocks_goes_on_in_another_attempt() {
 
 #[tokio::test]
 async fn a_sequence_that_goes_on_alone_has_a_route_of_its_own() {
-    let script = Script { decode_preempts: Some((1, 3)), ..Script::says_each(&["abcdef", "uvwxyz"]) };
+    let script =
+        Script { decode_preempts: Some((1, 3)), pace: PACE, ..Script::says_each(&["abcdef", "uvwxyz"]) };
     let (cluster, mut spans) = Cluster::traced(ONE_PAIR, script, &[], 1.0).await;
     let body = json!({"prompt": "x", "n": 2, "max_tokens": 6});
     let answer = cluster.client.post(PLAIN, &body).await.json();
