@@ -115,15 +115,23 @@ impl Shared {
     }
 
     pub(crate) fn release(&self, id: u32) {
-        let freed = {
+        self.release_all(&[id]);
+    }
+
+    /// One holder of each of these blocks is gone. One lock and one call of the hook, however many they are.
+    pub(crate) fn release_all(&self, ids: &[u32]) {
+        let mut freed = false;
+        {
             let mut state = self.state();
-            let slot = &mut state.slots[id as usize];
-            slot.holders -= 1;
-            if slot.holders == 0 {
-                state.held -= 1;
+            for &id in ids {
+                let slot = &mut state.slots[id as usize];
+                slot.holders -= 1;
+                if slot.holders == 0 {
+                    state.held -= 1;
+                }
+                freed |= state.settle(id);
             }
-            state.settle(id)
-        };
+        }
         if freed {
             self.freed();
         }

@@ -115,4 +115,22 @@ fn freeing_calls_the_hook() {
     assert_eq!(calls.load(Ordering::SeqCst), 0, "still leased");
     drop(lease);
     assert_eq!(calls.load(Ordering::SeqCst), 1);
+    // However many blocks a table has: some of them shared, one with a table that stays.
+    let pool = BlockPool::new(5000);
+    let calls = Arc::new(AtomicUsize::new(0));
+    let seen = Arc::clone(&calls);
+    pool.on_free(Box::new(move || {
+        seen.fetch_add(1, Ordering::SeqCst);
+    }));
+    let mut table = BlockTable::new();
+    table.extend(pool.allocate(5000).unwrap());
+    let mut other = BlockTable::new();
+    other.extend_shared(vec![table.share(7).unwrap()]);
+    table.share(8).unwrap();
+    calls.store(0, Ordering::SeqCst);
+    drop(table);
+    assert_eq!((calls.load(Ordering::SeqCst), pool.counts().free), (1, 4999));
+    drop(other);
+    assert_eq!((calls.load(Ordering::SeqCst), pool.counts().free), (2, 5000));
+    assert_eq!(pool.check(), Ok(()));
 }
