@@ -95,6 +95,15 @@ impl Bulk {
         if self.is_shared() { Transport::Shm } else { Transport::Grpc }
     }
 
+    /// Rings that no stream has and the next ones get; for tests.
+    pub fn num_kept_rings(&self) -> usize {
+        let kept = self
+            .shared
+            .as_ref()
+            .map(|shared| shared.idle.lock().unwrap_or_else(PoisonError::into_inner).len());
+        kept.unwrap_or_default()
+    }
+
     pub(crate) fn is_shared(&self) -> bool {
         self.shared.as_ref().is_some_and(|shared| !shared.refused.load(Ordering::Relaxed))
     }
