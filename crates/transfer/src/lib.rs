@@ -51,5 +51,5 @@ pub use transport::Transport;
 /// within a tenth of each other, 1 MiB takes a fifth more CPU time; a smaller frame is resent and paced more finely.
 pub const FRAME_BYTES: usize = 128 * 1024;
 
-/// The same for payloads in shared memory: each costs two small messages, so fewer and larger ones are cheaper.
-pub const SHARED_FRAME_BYTES: usize = 512 * 1024;
+/// The same for payloads in shared memory: each costs two small messages, so fewer and larger ones are cheaper. No more than a ring takes.
+pub const SHARED_FRAME_BYTES: usize = 1024 * 1024;
