@@ -138,7 +138,7 @@ mod tests {
         for (file, line) in [
             ("", "up --prefill-devices cuda:0 --prefill-workers 2"),
             (&*format!("{TWO}\nprefill-workers = 4"), "up"),
-            (&format!("[up]\n{TWO}\nprefill-workers = 4"), "up"),
+            (&*format!("[up]\n{TWO}\nprefill-workers = 4"), "up"),
         ] {
             let error = devices(file, line).unwrap_err();
             assert!(error.contains(twice), "{file} {line}: {error}");

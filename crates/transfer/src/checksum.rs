@@ -39,8 +39,8 @@ pub(crate) unsafe fn append_copied(crc: u32, from: *const u8, to: &mut [u8], far
 /// What this thread wrote past the caches comes before whatever it writes from here on: streaming stores are ordered by no lock and no atomic. Once for many
 /// copies, since it waits until all of them have reached memory.
 pub(crate) fn order_streamed() {
-    // SAFETY: every CPU of this kind has the instruction, and it touches no memory.
     #[cfg(target_arch = "x86_64")]
+    // SAFETY: every CPU of this kind has the instruction, and it touches no memory.
     unsafe {
         std::arch::x86_64::_mm_sfence();
     }
