@@ -91,7 +91,7 @@ def ask(cable, http, num_prompt, num_tokens, first):
     prompt = [3 + (first + nth * 7919) % 250 for nth in range(num_prompt)]
     body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     url = f"http://{http}/v1/completions"
-    return run("ip", "netns", "exec", cable.near, "curl", "-sS", "--fail-with-body", url, "-d", json.dumps(body))
+    return run("ip", "netns", "exec", cable.near, "curl", "-sS", "--fail-with-body", url, "-H", "content-type: application/json", "-d", json.dumps(body))
 
 
 def wait_until_ready(cable, http):
@@ -112,7 +112,8 @@ def main():
         processes = Processes(baton, folder)
         with Cable(folder.name[-6:]) as cable:
             try:
-                worker = ["--model", "builtin:tiny", "--threads", 1, "--insecure", "--address-file"]
+                # Both ends are on one host, where KV would not take the cable.
+                worker = ["--model", "builtin:tiny", "--threads", 1, "--kv-transport", "grpc", "--insecure", "--address-file"]
                 processes.start(cable.far, "decode-worker", "--listen", f"{FAR}:0", *worker, folder / "decode")
                 paced = ["--pace-tokens-per-s", PROMPT, "--max-step-tokens", 256]
                 processes.start(cable.near, "prefill-worker", "--listen", f"{NEAR}:0", *worker, folder / "prefill", *paced)
