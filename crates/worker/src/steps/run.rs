@@ -302,10 +302,10 @@ impl StepLoop {
         self.metrics.step_duration.observe(took.as_secs_f64());
         if !self.output.stopped {
             let cost = self.meter.observe(self.scheduler.current_plan(), took, &self.shared.rates);
-            if let Some(cost) = cost {
-                self.scheduler.set_step_cost(Some(cost));
-                self.shared.set_step_cost(cost, self.meter.residual());
+            if cost.is_some() {
+                self.scheduler.set_step_cost(cost);
             }
+            self.shared.learnt(cost, self.meter.residual(), self.meter.level());
             self.metrics.block_copies.inc_by(self.scheduler.current_plan().copies.len() as u64);
         }
         if let Some(traced) = traced {
