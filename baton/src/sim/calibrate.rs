@@ -16,8 +16,8 @@ use baton_sim::{
 use serde::{Deserialize, Serialize};
 
 use super::report::Quantiles;
-use crate::bench::compare::cluster::MeasuredWorker;
 use crate::bench::compare::layout::{Layout, Split};
+use crate::bench::compare::measured::MeasuredWorker;
 use crate::bench::compare::report::Sent;
 use crate::bench::print;
 use crate::exit::Failure;
