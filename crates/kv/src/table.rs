@@ -94,6 +94,11 @@ impl BlockTable {
         self.entries.iter().filter(|entry| matches!(entry, Entry::Owned(_))).count()
     }
 
+    /// Whether the last block is this table's alone to write.
+    pub fn is_last_owned(&self) -> bool {
+        matches!(self.entries.last(), Some(Entry::Owned(_)))
+    }
+
     /// Whether giving up this table would free a block, once leases are gone too: it is the only holder of one.
     pub fn frees_any(&self) -> bool {
         self.pool().is_some_and(|pool| pool.any_sole_holder(&self.ids))

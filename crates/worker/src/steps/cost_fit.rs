@@ -20,14 +20,12 @@ const EVERY: u32 = 16;
 const RIDGE: Features = [1e-3, 1e-6, 1e-6];
 
 /// 1, new tokens, context: see [`StepCost`].
-type Features = [f64; 3];
+pub(super) type Features = [f64; 3];
 
 /// A running least-squares fit of [`StepCost`].
 #[derive(Debug, Default)]
 pub(super) struct CostFit {
-    /// Sums over steps of the products of features, and of features and seconds.
-    products: [Features; 3],
-    seconds: Features,
+    squares: LeastSquares,
     num_steps: u32,
     /// The last answer, and how far it was off since.
     last: Option<StepCost>,
@@ -50,18 +48,13 @@ impl CostFit {
             *sum = KEEP_RECENT * *sum + feature;
         }
         self.recent_seconds = KEEP_RECENT * self.recent_seconds + seconds;
-        for (row, one) in features.iter().enumerate() {
-            for (column, other) in features.iter().enumerate() {
-                let sum = &mut self.products[row][column];
-                *sum = KEEP * *sum + one * other;
-            }
-            self.seconds[row] = KEEP * self.seconds[row] + one * seconds;
-        }
+        self.squares.fade(KEEP);
+        self.squares.add(&features, seconds, 1.0);
         self.num_steps = self.num_steps.wrapping_add(1);
         if !self.num_steps.is_multiple_of(EVERY) {
             return None;
         }
-        self.last = Some(self.fit());
+        self.last = Some(self.squares.fit());
         self.last
     }
 
@@ -76,9 +69,39 @@ impl CostFit {
         let expected = self.last.map_or(0.0, |last| expected(&last, &self.recent));
         if expected > 0.0 { self.recent_seconds / expected } else { 1.0 }
     }
+}
+
+/// Seconds that a cost expects of a step.
+pub(super) const fn expected(cost: &StepCost, [one, tokens, context]: &Features) -> f64 {
+    cost.fixed_s * *one + cost.per_token_s * *tokens + cost.per_context_token_s * *context
+}
+
+/// The normal equations of a [`StepCost`].
+#[derive(Debug, Default)]
+pub(super) struct LeastSquares {
+    /// Weighted sums over steps of the products of features, and of features and seconds.
+    products: [Features; 3],
+    seconds: Features,
+}
+
+impl LeastSquares {
+    /// All steps so far weigh `keep` times as much.
+    pub(super) fn fade(&mut self, keep: f64) {
+        self.products.as_flattened_mut().iter_mut().chain(&mut self.seconds).for_each(|sum| *sum *= keep);
+    }
+
+    /// Another step.
+    pub(super) fn add(&mut self, features: &Features, seconds: f64, weight: f64) {
+        for (row, one) in features.iter().enumerate() {
+            for (column, other) in features.iter().enumerate() {
+                self.products[row][column] += weight * one * other;
+            }
+            self.seconds[row] += weight * one * seconds;
+        }
+    }
 
     /// No part of a cost is below zero: a part that would be is left out, and the others are fitted without it.
-    fn fit(&self) -> StepCost {
+    pub(super) fn fit(&self) -> StepCost {
         let mut used = [true; 3];
         loop {
             let cost = self.solve(used);
@@ -123,11 +146,8 @@ impl CostFit {
     }
 }
 
-fn expected(cost: &StepCost, [one, tokens, context]: &Features) -> f64 {
-    cost.fixed_s * one + cost.per_token_s * tokens + cost.per_context_token_s * context
-}
-
-fn features(plan: &StepPlan) -> Features {
+/// The features of a plan's step.
+pub(super) fn features(plan: &StepPlan) -> Features {
     let context = plan.rows.iter().map(|row| {
         let (position, tokens) = (row.position as f64, row.tokens.len() as f64);
         tokens * position + tokens * (tokens + 1.0) / 2.0
@@ -152,8 +172,7 @@ mod tests {
     }
 
     fn seconds(plan: &StepPlan, cost: &StepCost) -> f64 {
-        let [one, tokens, context] = features(plan);
-        cost.fixed_s * one + cost.per_token_s * tokens + cost.per_context_token_s * context
+        expected(cost, &features(plan))
     }
 
     #[test]

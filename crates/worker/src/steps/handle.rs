@@ -12,6 +12,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::cache_feed::CacheView;
 use super::message::{Command, LayerSink, Live, Load, Slot, Stamped, Submit, nth_id};
+use super::profile::{KindProfile, StepProfile};
 use super::rates::StepRates;
 use super::stall::Owner;
 use super::stats::{RunBoard, RunStats};
@@ -82,6 +83,8 @@ pub(super) struct Shared {
     pub(super) rates: StepRates,
     /// What steps take.
     pub(super) step_cost: Mutex<Learnt>,
+    /// What turns of the loop took lately, by kind of step.
+    pub(super) profile: StepProfile,
     next_id: AtomicU64,
 }
 
@@ -198,6 +201,11 @@ impl StepHandle {
     fn learnt(&self) -> Learnt {
         // It is copied in whole.
         *self.shared.step_cost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What turns of the loop took lately, by kind of step; kinds of which too few were seen are left out.
+    pub fn step_profile(&self) -> Vec<KindProfile> {
+        self.shared.profile.read()
     }
 
     /// How busy the loop is, and how to hear when that changes.
