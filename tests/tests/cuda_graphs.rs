@@ -364,7 +364,7 @@ fn a_driver_that_refuses_graphs_costs_no_token() {
     assert!(output.status.success() && text.contains("captured 0 and Ok"), "{text}");
 }
 
-/// Real workers: streams beside each other in a pool that is too small for them, and one that hangs up.
+/// Real workers: streams beside each other in a pool that does not hold all of them at once, and one that hangs up.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn workers_with_graphs_and_without_give_the_same_tokens() {
     let _turn = Turn::take();
@@ -411,7 +411,6 @@ async fn workers_with_graphs_and_without_give_the_same_tokens() {
             tokens[nth] = token_ids;
         }
         cluster.wait_baseline(Duration::from_secs(5)).await;
-        println!("{graphs}: {} preemptions", cluster.decode_sum("baton_preemptions_total", &[]).await);
         for worker in cluster.prefill.iter_mut().chain(&mut cluster.decode) {
             worker.process.signal(libc::SIGTERM);
             assert_eq!(worker.process.exit_code(Duration::from_secs(10)), 0, "{}", worker.process.output());
