@@ -4,12 +4,18 @@
 //! `cuda/ABI.md` beside this crate's sources is the contract with the kernels; their numerics follow from it.
 
 mod arena;
+mod capture;
 mod config;
 mod copies;
+mod drawn;
 mod driver;
 mod engine;
 mod forward;
+mod graphs;
+mod int8;
 mod kernels;
+mod linear;
+mod padded;
 mod probe;
 mod products;
 mod scratch;
