@@ -181,9 +181,12 @@ fn config(load: &Load, layout: Layout, live: &Live) -> Result<Option<ServeConfig
     workers.sort_by_key(|worker| worker.role != "prefill");
     let num_prefill_workers = workers.iter().filter(|worker| worker.role == "prefill").count();
     let steps: Option<Vec<MeasuredSteps>> = workers.iter().map(|worker| steps(worker)).collect();
-    let (Some(steps), true) = (steps, workers.len() > num_prefill_workers) else {
+    let (Some(mut steps), true) = (steps, workers.len() > num_prefill_workers) else {
         return Ok(None);
     };
+    let (prefills, decodes) = steps.split_at_mut(num_prefill_workers);
+    share_kinds(prefills);
+    share_kinds(decodes);
     let longest = workload.arrivals.iter().map(|arrival| arrival.prompt.num_tokens()).max().unwrap_or(1);
     let limits = layout.limits(longest);
     let blocks = |role: &str| workers.iter().filter(|w| w.role == role).filter_map(|w| w.blocks).min();
@@ -240,6 +243,19 @@ fn steps(worker: &MeasuredWorker) -> Option<MeasuredSteps> {
     let kinds: Vec<MeasuredKind> = worker.kinds.iter().map(kind).collect::<Option<_>>()?;
     let ascend = kinds.is_sorted_by(|a, b| a.from_prompt_tokens < b.from_prompt_tokens);
     (!kinds.is_empty() && ascend).then_some(MeasuredSteps { planned, kinds })
+}
+
+/// A worker to which no step of some kind came takes what another one of its role measured: it may get one in the simulation.
+fn share_kinds(workers: &mut [MeasuredSteps]) {
+    let all: Vec<MeasuredKind> = workers.iter().flat_map(|worker| worker.kinds.iter().cloned()).collect();
+    for worker in workers {
+        for kind in &all {
+            if !worker.kinds.iter().any(|known| known.from_prompt_tokens == kind.from_prompt_tokens) {
+                worker.kinds.push(kind.clone());
+            }
+        }
+        worker.kinds.sort_by_key(|kind| kind.from_prompt_tokens);
+    }
 }
 
 fn cost(parts: [f64; 3]) -> Option<StepCost> {

@@ -23,7 +23,7 @@ pub(crate) struct MeasuredWorker {
     pub(crate) per_context_token_s: Option<f64>,
     /// Mean of |expected - measured| / measured over recent steps.
     pub(crate) residual: Option<f64>,
-    /// What turns of its loop took, by kind of step; those of which enough were seen.
+    /// What turns of its loop took, by kind of step; those of which any was seen.
     #[serde(default)]
     pub(crate) kinds: Vec<MeasuredKind>,
 }

@@ -203,7 +203,7 @@ impl StepHandle {
         *self.shared.step_cost.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What turns of the loop took lately, by kind of step; kinds of which too few were seen are left out.
+    /// What turns of the loop took lately, by kind of step; kinds of which none was seen are left out.
     pub fn step_profile(&self) -> Vec<KindProfile> {
         self.shared.profile.read()
     }

@@ -14,8 +14,6 @@ use super::cost_fit::{Features, LeastSquares, expected, features};
 
 /// Steps of a kind that are kept.
 const KEPT: usize = 4_096;
-/// Steps of a kind before anything is said of it.
-const LEAST: usize = 4;
 /// From so many prompt tokens on a step's time is mostly theirs.
 const MANY_TOKENS: usize = 64;
 
@@ -132,7 +130,7 @@ impl StepProfile {
         ring.next = (ring.next + 1) % KEPT;
     }
 
-    /// Of each kind of which enough was seen.
+    /// Of each kind of which any was seen.
     pub(super) fn read(&self) -> Vec<KindProfile> {
         let seen = {
             let rings = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -143,7 +141,7 @@ impl StepProfile {
 }
 
 fn profile(kind: StepKind, seen: &[Seen]) -> Option<KindProfile> {
-    if seen.len() < LEAST {
+    if seen.is_empty() {
         return None;
     }
     let mut squares = LeastSquares::default();
@@ -230,12 +228,10 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_said_of_too_few_steps() {
+    fn nothing_is_said_before_a_step_and_of_one_that_it_took_what_it_took() {
         let profile = StepProfile::default();
         assert_eq!(profile.read(), []);
         let step = planned(&[(0, 1)]);
-        (0..LEAST - 1).for_each(|_| profile.observe(step, 0.01));
-        assert_eq!(profile.read(), []);
         profile.observe(step, 0.01);
         let kinds = profile.read();
         assert_eq!(kinds.len(), 1);
