@@ -237,9 +237,9 @@ impl LegSpans {
         self.recorder.record(ended_by(span, cause));
         let mut stalled = std::mem::take(&mut self.stalled);
         stalled.sort_unstable_by_key(|(blocked, _)| std::cmp::Reverse(*blocked));
-        for (_, span) in stalled.into_iter().take(MAX_STALLS_OF_LEG) {
-            self.recorder.record(span);
-        }
+        stalled.truncate(MAX_STALLS_OF_LEG);
+        stalled.sort_by_key(|(_, span)| span.start());
+        stalled.into_iter().for_each(|(_, span)| self.recorder.record(span));
     }
 }
 
