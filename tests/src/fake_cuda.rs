@@ -1,7 +1,7 @@
 //! A CUDA driver, cuBLASLt and Baton's kernels for a machine without a card, built by g++ from `crates/engine/cuda`. What is queued runs
 //! only when somebody waits for it, so a missing wait shows; what is not given back is counted.
 
-use std::ffi::{CString, c_void};
+use std::ffi::{CStr, CString, c_void};
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::ffi::OsStrExt;
@@ -62,21 +62,54 @@ impl FakeCuda {
         Self { library: Some(Library(driver)), ..self }
     }
 
+    /// Rings of others that this process has open, and handles that it gave out since it began.
+    ///
+    /// # Panics
+    /// As [`Self::counts`].
+    pub fn ipc_counts(&self) -> (usize, usize) {
+        let mut all = [0usize; 2];
+        // SAFETY: the symbol is this function in the library's source, and fills two numbers.
+        unsafe {
+            std::mem::transmute::<*mut c_void, extern "C" fn(*mut usize)>(self.symbol(c"fake_ipc_counts"))(
+                all.as_mut_ptr(),
+            );
+        }
+        (all[0], all[1])
+    }
+
+    fn symbol(&self, name: &CStr) -> *mut c_void {
+        let library = self.library.expect("loaded into this process");
+        // SAFETY: the library stays loaded; the name is a C string.
+        let symbol = unsafe { libc::dlsym(library.0, name.as_ptr()) };
+        assert!(!symbol.is_null(), "the library counts");
+        symbol
+    }
+
     /// Since the process began.
     ///
     /// # Panics
     /// When the libraries are not loaded into this process.
     pub fn counts(&self) -> Counts {
-        let library = self.library.expect("loaded into this process");
-        // SAFETY: the library stays loaded; the name is a C string.
-        let symbol = unsafe { libc::dlsym(library.0, c"fake_counts".as_ptr()) };
-        assert!(!symbol.is_null(), "the library counts");
+        let symbol = self.symbol(c"fake_counts");
         let mut all = [0usize; 9];
         // SAFETY: the symbol is this function in the library's source, and fills nine numbers.
         unsafe { std::mem::transmute::<*mut c_void, extern "C" fn(*mut usize)>(symbol)(all.as_mut_ptr()) };
         let [held @ .., num_launches, num_products] = all;
         Counts { held, num_launches, num_products }
     }
+}
+
+/// Memory of other processes' devices that a process has open, by the names that the driver gives it: which process made it.
+///
+/// # Panics
+/// When the process is gone.
+pub fn opened_by(pid: u32) -> Vec<u32> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("a process that runs");
+    let makers = maps.lines().filter_map(|line| {
+        let (_, name) = line.split_once("/memfd:fake-cuda-")?;
+        name.split('-').next()?.parse::<u32>().ok()
+    });
+    makers.filter(|&maker| maker != pid).collect()
 }
 
 fn open(path: &Path) -> *mut c_void {
@@ -115,7 +148,7 @@ fn build() -> Result<PathBuf, String> {
 /// Of everything that the libraries are built from.
 fn fingerprint(sources: &Path) -> Result<u64, String> {
     let mut files = vec![sources.join("order")];
-    for part in ["fake", "kernels", "shim"] {
+    for part in ["fake", "kernels", "peer", "shim"] {
         let folder = sources.join(part);
         let entries = std::fs::read_dir(&folder).map_err(|error| at(&folder, &error))?;
         files.extend(entries.flatten().map(|entry| entry.path()).filter(|path| path.is_file()));

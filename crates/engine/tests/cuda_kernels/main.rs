@@ -9,6 +9,7 @@ mod element;
 mod faults;
 mod library;
 mod rates;
+mod rings;
 mod rows;
 mod sampling;
 mod toolchain;
