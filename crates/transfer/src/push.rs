@@ -2,7 +2,7 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_handoff::Cause;
 use baton_proto::v1;
@@ -22,6 +22,9 @@ use crate::service::PUSH_PATH;
 
 /// Frames between the sender and the encoder; more would only delay a resend.
 const FRAMES_IN_FLIGHT: usize = 2;
+
+/// How long a stream that was given up is listened to, before its ring rests.
+const LAST_WORD: Duration = Duration::from_secs(2);
 
 /// Largest message of the bulk service: a frame and its header.
 pub(crate) const MAX_MESSAGE_BYTES: usize = MAX_FRAME_BYTES + 4096;
@@ -115,8 +118,14 @@ impl PushTask {
         // The queue is empty: this can't fail.
         let _ = frames.try_send(Outgoing::opening(&self.shared.key, place));
         let ended = self.feed(&frames, &mut link, from, reopened).await;
-        if let (Ended::Delivered, Some(lent)) = (&ended, link.lent) {
-            lent.give_back();
+        match (&ended, &link.lent) {
+            (Ended::Delivered, _) => link.give_back(),
+            // The commit may be quicker than the last answer of the stream. Nothing of the handoff but the ring is held meanwhile.
+            (Ended::Fenced, Some(Lent::Device(_))) => {
+                drop(frames);
+                tokio::spawn(link.ended_by_the_destination(self.shared.total_bytes()));
+            }
+            _ => {}
         }
         ended
     }
@@ -303,6 +312,31 @@ impl Link {
                 Next::Uncredited
             }
             (_, next) => next,
+        }
+    }
+
+    /// Keeps the ring for another stream.
+    fn give_back(self) {
+        if let Some(lent) = self.lent {
+            lent.give_back();
+        }
+    }
+
+    /// Waits a while for the destination's last word on a stream that was given up here: it says it when it reads no more of the ring, which then
+    /// need not rest.
+    async fn ended_by_the_destination(mut self, total_bytes: u64) {
+        let last_word = async {
+            loop {
+                match self.answer().await {
+                    Ok(Some(progress)) if progress.bytes < total_bytes => {}
+                    Ok(_) => return true,
+                    // Anything else may come from a connection that broke.
+                    Err(status) => return status.code() == Code::Aborted,
+                }
+            }
+        };
+        if tokio::time::timeout(LAST_WORD, last_word).await == Ok(true) {
+            self.give_back();
         }
     }
 
