@@ -166,6 +166,9 @@ pub(crate) fn parse(arguments: &[OsString]) -> Result<Parsed, NotParsed> {
         // Three processes on one terminal, which `bench --compare` starts too: what they do well would bury what the user should see.
         LEVEL_UNDER_UP.clone_into(&mut cli.global.log_level);
     }
+    if let (Commands::Up(options), Some(("up", matches))) = (&mut cli.command, matches.subcommand()) {
+        up::settle_devices(options, matches, file.as_ref())?;
+    }
     let passed = passed_on(&command, &matches, file.as_ref())?;
     Ok(Parsed { cli, passed })
 }

@@ -13,6 +13,9 @@ use crate::kv_cost::{Cost, Marks};
 /// Stalls of one sequence that have spans: the longest ones.
 const MAX_STALLS: usize = 16;
 
+/// Of all of a leg: with sixteen sequences there is room for their runs, for sixteen chunks and for what else a leg has.
+const MAX_STALLS_OF_LEG: usize = 64;
+
 /// Where a leg's spans belong.
 #[derive(Clone, Copy)]
 pub(crate) struct Called {
@@ -41,6 +44,9 @@ pub(crate) struct LegSpans {
     started: Option<Time>,
     chunks: Chunks,
     stalls: Vec<Stall>,
+    /// Stalls of sequences that ended, by how long they were blocked. They are recorded last: a recorder has an end, and what they lie below must
+    /// be in it.
+    stalled: Vec<(Duration, Span)>,
 }
 
 impl LegSpans {
@@ -57,6 +63,7 @@ impl LegSpans {
             started: None,
             chunks: Chunks::default(),
             stalls: Vec::new(),
+            stalled: Vec::new(),
         }
     }
 
@@ -216,7 +223,7 @@ impl LegSpans {
                 span = span.with(names::STALL_BLOCKER, blocker.request.to_string());
                 span = blocker.trace.into_iter().fold(span, Span::linked);
             }
-            self.recorder.record(span);
+            self.stalled.push((stall.blocked, span));
         }
         self.recorder.record(run);
     }
@@ -228,6 +235,11 @@ impl LegSpans {
         let Some(began) = self.began else { return };
         let span = self.server(names::span::DECODE, call.parent.span_id, (began, now)).with_id(self.id);
         self.recorder.record(ended_by(span, cause));
+        let mut stalled = std::mem::take(&mut self.stalled);
+        stalled.sort_unstable_by_key(|(blocked, _)| std::cmp::Reverse(*blocked));
+        for (_, span) in stalled.into_iter().take(MAX_STALLS_OF_LEG) {
+            self.recorder.record(span);
+        }
     }
 }
 

@@ -52,6 +52,30 @@ async fn many_at_once_give_the_tokens_of_each_alone() {
     pair.settles().await;
 }
 
+/// Whoever has the last token of a short answer lets go of the prefill leg, often before that has heard of the commit.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_committed_handoff_counts_as_committed_though_its_caller_is_gone() {
+    const NUM_CALLS: u64 = 300;
+    let mut pair = Pair::start(&[], &[]).await;
+    for n in 0..NUM_CALLS {
+        let call = Call::new(n, 20, 2);
+        let decode = pair.decode(&call).await.unwrap();
+        let prefill = pair.prefill(&call).await.unwrap();
+        assert!(decode_to_end(decode).await.tokens.is_some());
+        drop(prefill);
+    }
+    pair.settles().await;
+    let metrics = [&pair.prefill.core().metrics, &pair.decode.core().metrics];
+    let ended = |cause| metrics.map(|metrics| metrics.num_handoffs(cause));
+    for _ in 0..300 {
+        if ended("committed").iter().sum::<u64>() + ended("cancelled").iter().sum::<u64>() == 2 * NUM_CALLS {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    assert_eq!((ended("committed"), ended("cancelled")), ([NUM_CALLS; 2], [0; 2]));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn one_token_needs_no_decode_worker() {
     let mut pair = Pair::start(&[], &[]).await;

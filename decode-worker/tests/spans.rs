@@ -215,7 +215,7 @@ async fn a_handoff_tells_what_its_prompt_would_have_cost_those_that_ran() {
     let avoided = handed.avoided.expect("the prefill worker knows what its steps cost");
     assert_eq!(avoided.victims, 1);
     // No step ran since the commit.
-    let (cost, residual) = pair.prefill.core().loaded().unwrap().steps.step_cost().expect("a cost");
+    let (cost, residual) = pair.prefill.core().loaded().unwrap().steps.step_cost_now().expect("a cost");
     let want_us = prefill_seconds(&cost, 1000, 0).expect("a time") * 1e6;
     assert!(
         want_us > 1000.0 && (avoided.total_us as f64 - want_us).abs() <= 1.0,

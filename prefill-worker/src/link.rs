@@ -70,10 +70,14 @@ impl Link {
         }
     }
 
-    /// Sends a message after the offer. False when that can't be done any more: the stream then counts as lost.
+    /// Sends a message after the offer. False when the stream counts as lost from now on. One that has ended is told so by [`Link::next`] alone, behind
+    /// what the destination had said before: that may be that it committed.
     pub(crate) async fn send(&mut self, message: v1::SourceMessage) -> bool {
         match self {
-            Self::Open { control, .. } => control.send(message).await.is_ok(),
+            Self::Open { control, .. } => {
+                let _ = control.send(message).await;
+                true
+            }
             // Dropping what is under way tells the destination as much as a message would.
             Self::Opening(_) | Self::Closed => {
                 *self = Self::Closed;

@@ -24,7 +24,7 @@ impl Leg {
                 notice.since_offer_us = since.map_or(0, micros);
             }
             Some(Message::Commit(commit)) => {
-                let learnt = self.core.loaded().ok().and_then(|loaded| loaded.steps.step_cost());
+                let learnt = self.core.loaded().ok().and_then(|loaded| loaded.steps.step_cost_now());
                 commit.step_cost = learnt.map(|(cost, residual)| v1::StepCost {
                     fixed_s: cost.fixed_s,
                     per_token_s: cost.per_token_s,

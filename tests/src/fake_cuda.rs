@@ -1,7 +1,7 @@
 //! A CUDA driver, cuBLASLt and Baton's kernels for a machine without a card, built by g++ from `crates/engine/cuda`. What is queued runs
 //! only when somebody waits for it, so a missing wait shows; what is not given back is counted.
 
-use std::ffi::{CStr, CString, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::ffi::OsStrExt;
@@ -29,6 +29,17 @@ pub struct Counts {
     pub num_launches: usize,
     /// Matrix products.
     pub num_products: usize,
+}
+
+/// What became of CUDA graphs since the process began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GraphCounts {
+    /// Not given back.
+    pub held: usize,
+    /// Captured.
+    pub num_captured: usize,
+    /// Launched.
+    pub num_launched: usize,
 }
 
 impl FakeCuda {
@@ -67,22 +78,8 @@ impl FakeCuda {
     /// # Panics
     /// As [`Self::counts`].
     pub fn ipc_counts(&self) -> (usize, usize) {
-        let mut all = [0usize; 2];
-        // SAFETY: the symbol is this function in the library's source, and fills two numbers.
-        unsafe {
-            std::mem::transmute::<*mut c_void, extern "C" fn(*mut usize)>(self.symbol(c"fake_ipc_counts"))(
-                all.as_mut_ptr(),
-            );
-        }
-        (all[0], all[1])
-    }
-
-    fn symbol(&self, name: &CStr) -> *mut c_void {
-        let library = self.library.expect("loaded into this process");
-        // SAFETY: the library stays loaded; the name is a C string.
-        let symbol = unsafe { libc::dlsym(library.0, name.as_ptr()) };
-        assert!(!symbol.is_null(), "the library counts");
-        symbol
+        let [num_open, num_exported] = self.numbers(c"fake_ipc_counts");
+        (num_open, num_exported)
     }
 
     /// Since the process began.
@@ -90,12 +87,53 @@ impl FakeCuda {
     /// # Panics
     /// When the libraries are not loaded into this process.
     pub fn counts(&self) -> Counts {
-        let symbol = self.symbol(c"fake_counts");
-        let mut all = [0usize; 9];
-        // SAFETY: the symbol is this function in the library's source, and fills nine numbers.
-        unsafe { std::mem::transmute::<*mut c_void, extern "C" fn(*mut usize)>(symbol)(all.as_mut_ptr()) };
+        let all: [usize; 9] = self.numbers(c"fake_counts");
         let [held @ .., num_launches, num_products] = all;
         Counts { held, num_launches, num_products }
+    }
+
+    /// Since the process began.
+    ///
+    /// # Panics
+    /// When the libraries are not loaded into this process.
+    pub fn graph_counts(&self) -> GraphCounts {
+        let [held, num_captured, num_launched] = self.numbers(c"fake_graph_counts");
+        GraphCounts { held, num_captured, num_launched }
+    }
+
+    /// Plants a fault: in graphs captured from now on, this argument of the kernels whose names begin so has the memory that it had when the graph first
+    /// ran.
+    ///
+    /// # Panics
+    /// When the libraries are not loaded into this process, or the name has a zero in it.
+    pub fn freeze(&self, kernel: &str, argument: i32) {
+        let name = CString::new(kernel).expect("a name");
+        // SAFETY: the symbol is this function in the library's source, which copies the name.
+        unsafe {
+            std::mem::transmute::<*mut c_void, extern "C" fn(*const c_char, c_int)>(
+                self.symbol(c"fake_freeze"),
+            )(name.as_ptr(), argument);
+        }
+    }
+
+    fn symbol(&self, name: &CStr) -> *mut c_void {
+        let library = self.library.expect("loaded into this process");
+        // SAFETY: the library stays loaded; the name is a C string.
+        let symbol = unsafe { libc::dlsym(library.0, name.as_ptr()) };
+        assert!(!symbol.is_null(), "the library has {name:?}");
+        symbol
+    }
+
+    /// What a function that fills `N` numbers says.
+    fn numbers<const N: usize>(&self, function: &CStr) -> [usize; N] {
+        let mut all = [0usize; N];
+        // SAFETY: the symbol is a function in the library's source that fills so many numbers.
+        unsafe {
+            std::mem::transmute::<*mut c_void, extern "C" fn(*mut usize)>(self.symbol(function))(
+                all.as_mut_ptr(),
+            );
+        }
+        all
     }
 }
 

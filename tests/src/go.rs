@@ -21,13 +21,6 @@ impl Program {
         }
     }
 
-    const fn package(self) -> &'static str {
-        match self {
-            Self::Jaeger => "github.com/jaegertracing/jaeger/cmd/jaeger",
-            Self::Promlint => "./promlint",
-        }
-    }
-
     /// The program, built when it is not there yet and `BATON_TEST_GO` is set; `None` after it was said why a test must do without.
     ///
     /// # Panics
@@ -61,32 +54,21 @@ impl Program {
     }
 
     fn build(self) -> Result<PathBuf, String> {
-        let module = crate::repository().join("tests/jaeger");
         let folder = crate::binary::target_dir().join("jaeger");
         std::fs::create_dir_all(&folder).map_err(|error| at(&folder, &error))?;
-        let (binary, stamp) = (folder.join(self.name()), folder.join(format!("{}.built-from", self.name())));
         // Tests of several processes may want it at once.
         let lock = File::create(folder.join("lock")).map_err(|error| at(&folder, &error))?;
         lock.lock().map_err(|error| at(&folder, &error))?;
-        let source = ["go.mod", "go.sum", "promlint/main.go"].map(|file| {
-            std::fs::read_to_string(module.join(file)).map_err(|error| at(&module.join(file), &error))
-        });
-        let source = source.into_iter().collect::<Result<String, _>>()?;
-        if binary.is_file() && std::fs::read_to_string(&stamp).is_ok_and(|built_from| built_from == source) {
-            return Ok(binary);
-        }
-        eprintln!("building {} once, which may take minutes", self.name());
-        let output = Command::new("go")
-            .args(["build", "-mod=readonly", "-buildvcs=false", "-trimpath", "-ldflags=-s -w", "-o"])
-            .args([&binary, Path::new(self.package())])
-            .current_dir(&module)
+        let script = crate::repository().join("tests/jaeger/build.sh");
+        let output = Command::new(&script)
+            .arg(&folder)
+            .arg(self.name())
             .output()
-            .map_err(|error| format!("go: {error}"))?;
+            .map_err(|error| at(&script, &error))?;
         if !output.status.success() {
             return Err(String::from_utf8_lossy(&output.stderr).into_owned());
         }
-        std::fs::write(&stamp, source).map_err(|error| at(&stamp, &error))?;
-        Ok(binary)
+        Ok(folder.join(self.name()))
     }
 }
 

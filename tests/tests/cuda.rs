@@ -155,7 +155,6 @@ async fn workers_end_cleanly_and_what_the_device_does_not_have_is_refused_in_one
         (["--device", "cuda:5"], "--device: there is no cuda:5"),
         (["--kv-dtype", "fp8"], "--kv-dtype: fp8 is not possible on a CUDA device"),
         (["--precision", "f32"], "--precision: f32 is not possible on a CUDA device"),
-        (["--quantize", "int8"], "--quantize: int8 is not possible on a CUDA device"),
     ] {
         let (code, output) = refused(&fake, &args);
         assert_eq!(code, Some(2), "{args:?}: {output}");

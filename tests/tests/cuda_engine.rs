@@ -34,6 +34,7 @@ fn cuda(kv_dtype: KvDtype) -> (CudaEngine, Arc<CudaArena>) {
         block_size: 16,
         kv_dtype,
         quantize: Quantize::None,
+        graphs: true,
         max_step_tokens: 256,
     };
     CudaEngine::new(&Model::tiny(), &config).expect("a CUDA engine")
@@ -309,6 +310,7 @@ fn a_device_that_is_not_there_or_has_too_little_memory_is_one_line() {
         block_size: 16,
         kv_dtype: KvDtype::F16,
         quantize: Quantize::None,
+        graphs: true,
         max_step_tokens: 64,
     };
     let error = CudaEngine::new(&Model::tiny(), &config).err().expect("refused").to_string();

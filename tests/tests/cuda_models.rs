@@ -16,6 +16,7 @@ const CONFIG: CudaEngineConfig = CudaEngineConfig {
     block_size: 16,
     kv_dtype: KvDtype::F16,
     quantize: Quantize::None,
+    graphs: true,
     max_step_tokens: 64,
 };
 

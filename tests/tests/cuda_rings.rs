@@ -31,6 +31,7 @@ fn arena(ordinal: u32) -> (CudaEngine, Arc<CudaArena>) {
         block_size: 16,
         kv_dtype: KvDtype::F16,
         quantize: Quantize::None,
+        graphs: true,
         max_step_tokens: 64,
     };
     CudaEngine::new(&Model::tiny(), &config).expect("a CUDA engine")

@@ -149,6 +149,7 @@ impl Rig {
             block_size: 16,
             kv_dtype: KvDtype::BF16,
             quantize: Quantize::None,
+            graphs: true,
             max_step_tokens: sizes.prompt,
         };
         let (engine, _arena) = CudaEngine::from_source(source, &config).expect("a CUDA engine");

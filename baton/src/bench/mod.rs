@@ -10,6 +10,7 @@ mod engine;
 mod load;
 pub(crate) mod mooncake;
 mod options;
+pub(crate) mod process;
 mod report;
 mod request;
 mod stall;

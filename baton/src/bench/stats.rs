@@ -19,6 +19,17 @@ impl Samples {
         self.0.len()
     }
 
+    /// For each share, 0 to 1, the nearest-rank quantile; nothing without samples.
+    pub(super) fn shares(&self, shares: &[f64]) -> Vec<(f64, f64)> {
+        let mut sorted = self.0.clone();
+        sorted.sort_unstable_by(f64::total_cmp);
+        let quantile = |share: &f64| {
+            let rank = (share * sorted.len() as f64).ceil().max(1.0) as usize;
+            sorted.get(rank - 1).map(|sample| (*share, *sample))
+        };
+        shares.iter().filter_map(quantile).collect()
+    }
+
     /// `None` without samples.
     pub(super) fn summary(&self) -> Option<Summary> {
         let mut sorted = self.0.clone();
@@ -80,5 +91,8 @@ mod tests {
         let three = summary(&[1.0, 2.0, 9.0]);
         assert_eq!((three.p50, three.p90, three.p99), (2.0, 9.0, 9.0));
         assert_eq!(Samples::default().summary(), None);
+        assert_eq!(Samples::default().shares(&[0.5]), []);
+        let ten: Samples = (1..=10).rev().map(f64::from).collect();
+        assert_eq!(ten.shares(&[0.0, 0.5, 0.91, 1.0]), [(0.0, 1.0), (0.5, 5.0), (0.91, 10.0), (1.0, 10.0)]);
     }
 }

@@ -76,14 +76,6 @@ struct Sample {
     receive_cpu_s: f64,
 }
 
-/// CPU seconds that the calling thread has used.
-fn thread_cpu_s() -> f64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the call fills the struct it is given. It can't fail for this clock; zero would show as nonsense.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
-}
-
 #[derive(Debug, Default)]
 struct Rounds {
     grpc: Vec<Sample>,

@@ -24,7 +24,7 @@ pub(crate) struct DoctorOptions {
 }
 
 /// Options of a worker that decide what is loaded and how much memory it takes.
-const LOOKED_AT: [&str; 14] = [
+const LOOKED_AT: [&str; 15] = [
     "model",
     "cache-dir",
     "device",
@@ -37,6 +37,7 @@ const LOOKED_AT: [&str; 14] = [
     "precision",
     "quantize",
     "kv-dtype",
+    "cuda-graphs",
     "max-step-tokens",
     "isa",
 ];

@@ -1,8 +1,8 @@
 //! `baton sim --calibrate`: the clusters of a comparison that ran, simulated with what their workers measured.
 //!
-//! Each cluster gets the arrivals that the live one got, at the same times, workers configured alike, and steps that cost what each worker fitted to its own last
-//! steps. How far steps of the same work differ is taken from the gaps of the undisturbed streams, before the first request arrived. Nothing of
-//! what is compared, gaps and first tokens while requests arrive, goes into the simulation.
+//! Each cluster gets the arrivals that the live one got, at the same times, workers configured alike, and steps that take what each worker measured of its own:
+//! a cost for each kind of step, and how far steps of that kind were from it. Nothing of what is compared, gaps and first tokens as clients saw them, goes
+//! into the simulation.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,14 +10,14 @@ use std::time::Duration;
 use baton_scheduler::StepCost;
 use baton_sim::workload::{Arrival, Prompt, Streams, TRACE_BLOCK_TOKENS, Workload};
 use baton_sim::{
-    Device, DoorLimits, Layout as Placed, Measured, Noise, Policy, ServeConfig, Served, Shape, WorkerShape,
-    serve,
+    Device, DoorLimits, Layout as Placed, Measured, MeasuredKind, MeasuredSteps, Policy, ServeConfig, Served,
+    Shape, WorkerShape, serve,
 };
 use serde::{Deserialize, Serialize};
 
 use super::report::Quantiles;
-use crate::bench::compare::cluster::MeasuredWorker;
 use crate::bench::compare::layout::{Layout, Split};
+use crate::bench::compare::measured::{self, MeasuredWorker};
 use crate::bench::compare::report::Sent;
 use crate::bench::print;
 use crate::exit::Failure;
@@ -43,7 +43,6 @@ struct Load {
 #[derive(Debug, Deserialize)]
 struct Live {
     itl_ms: Option<Summary>,
-    quiet_itl_ms: Option<Summary>,
     ttft_ms: Option<Summary>,
     workers: Vec<MeasuredWorker>,
 }
@@ -51,9 +50,7 @@ struct Live {
 #[derive(Debug, Clone, Copy, Deserialize)]
 struct Summary {
     p50: f64,
-    p90: f64,
     p99: f64,
-    max: f64,
 }
 
 #[derive(Debug, Deserialize)]
@@ -183,10 +180,13 @@ fn config(load: &Load, layout: Layout, live: &Live) -> Result<Option<ServeConfig
     let mut workers: Vec<&MeasuredWorker> = live.workers.iter().collect();
     workers.sort_by_key(|worker| worker.role != "prefill");
     let num_prefill_workers = workers.iter().filter(|worker| worker.role == "prefill").count();
-    let costs: Option<Vec<StepCost>> = workers.iter().map(|worker| cost(worker)).collect();
-    let (Some(costs), true) = (costs, workers.len() > num_prefill_workers) else {
+    let steps: Option<Vec<MeasuredSteps>> = workers.iter().map(|worker| steps(worker)).collect();
+    let (Some(mut steps), true) = (steps, workers.len() > num_prefill_workers) else {
         return Ok(None);
     };
+    let (prefills, decodes) = steps.split_at_mut(num_prefill_workers);
+    share_kinds(prefills);
+    share_kinds(decodes);
     let longest = workload.arrivals.iter().map(|arrival| arrival.prompt.num_tokens()).max().unwrap_or(1);
     let limits = layout.limits(longest);
     let blocks = |role: &str| workers.iter().filter(|w| w.role == role).filter_map(|w| w.blocks).min();
@@ -222,24 +222,47 @@ fn config(load: &Load, layout: Layout, live: &Live) -> Result<Option<ServeConfig
         },
         ..base
     };
-    let noise = live.quiet_itl_ms.filter(|quiet| quiet.p50 > 0.0).map(|quiet| Noise {
-        p90: quiet.p90 / quiet.p50,
-        p99: quiet.p99 / quiet.p50,
-        max: quiet.max / quiet.p50,
-    });
-    let measured = Some(Measured { costs, noise: noise.unwrap_or_default() });
+    let measured = Some(Measured { workers: steps });
     Ok(Some(ServeConfig { seed: load.seed, shape, workload, num_warm_up: 0, contents: false, measured }))
 }
 
-fn cost(worker: &MeasuredWorker) -> Option<StepCost> {
-    let cost = StepCost {
-        fixed_s: worker.fixed_s?,
-        per_token_s: worker.per_token_s?,
-        per_context_token_s: worker.per_context_token_s?,
+/// `None` for a worker that says too little, or what can't be.
+fn steps(worker: &MeasuredWorker) -> Option<MeasuredSteps> {
+    let planned = cost([worker.fixed_s?, worker.per_token_s?, worker.per_context_token_s?])?;
+    let kind = |kind: &measured::MeasuredKind| {
+        let is_told =
+            |(share, ratio): &(f64, f64)| (0.0..=1.0).contains(share) && ratio.is_finite() && *ratio > 0.0;
+        let ascend = kind.ratios.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1);
+        (ascend && kind.ratios.iter().all(is_told)).then_some(())?;
+        Some(MeasuredKind {
+            from_prompt_tokens: kind.from_prompt_tokens,
+            cost: cost([kind.fixed_s, kind.per_token_s, kind.per_context_token_s])?,
+            ratios: kind.ratios.clone(),
+        })
     };
-    let parts = [cost.fixed_s, cost.per_token_s, cost.per_context_token_s];
-    (parts.iter().all(|part| part.is_finite() && *part >= 0.0) && parts.iter().sum::<f64>() > 0.0)
-        .then_some(cost)
+    let kinds: Vec<MeasuredKind> = worker.kinds.iter().map(kind).collect::<Option<_>>()?;
+    let ascend = kinds.is_sorted_by(|a, b| a.from_prompt_tokens < b.from_prompt_tokens);
+    (!kinds.is_empty() && ascend).then_some(MeasuredSteps { planned, kinds })
+}
+
+/// A worker to which no step of some kind came takes what another one of its role measured: it may get one in the simulation.
+fn share_kinds(workers: &mut [MeasuredSteps]) {
+    let all: Vec<MeasuredKind> = workers.iter().flat_map(|worker| worker.kinds.iter().cloned()).collect();
+    for worker in workers {
+        for kind in &all {
+            if !worker.kinds.iter().any(|known| known.from_prompt_tokens == kind.from_prompt_tokens) {
+                worker.kinds.push(kind.clone());
+            }
+        }
+        worker.kinds.sort_by_key(|kind| kind.from_prompt_tokens);
+    }
+}
+
+fn cost(parts: [f64; 3]) -> Option<StepCost> {
+    let is_cost =
+        parts.iter().all(|part| part.is_finite() && *part >= 0.0) && parts.iter().sum::<f64>() > 0.0;
+    let [fixed_s, per_token_s, per_context_token_s] = parts;
+    is_cost.then_some(StepCost { fixed_s, per_token_s, per_context_token_s })
 }
 
 /// Seconds and tokens that a comparison can have: what is beyond was not written by one.
@@ -282,9 +305,15 @@ mod tests {
 
     use super::*;
 
+    /// What its scheduler plans with is half of what every kind of step takes.
     fn worker(role: &str, [fixed_s, per_token_s, per_context_token_s]: [f64; 3]) -> Value {
-        json!({"role": role, "blocks": 2_000, "fixed_s": fixed_s, "per_token_s": per_token_s,
-               "per_context_token_s": per_context_token_s, "residual": 0.05})
+        let kind = |kind: &str, from: usize| {
+            json!({"kind": kind, "from_prompt_tokens": from, "fixed_s": fixed_s, "per_token_s": per_token_s,
+                   "per_context_token_s": per_context_token_s, "ratios": [[0.0, 0.99], [0.5, 1.0], [1.0, 1.01]]})
+        };
+        json!({"role": role, "blocks": 2_000, "fixed_s": fixed_s / 2.0, "per_token_s": per_token_s / 2.0,
+               "per_context_token_s": per_context_token_s / 2.0, "residual": 0.05,
+               "kinds": [kind("decode", 0), kind("few", 1), kind("many", 64)]})
     }
 
     fn summary([p50, p90, p99, max]: [f64; 4]) -> Value {
@@ -293,10 +322,7 @@ mod tests {
 
     /// Steps of 8 ms, prompts of 1,000 tokens that take 1 s, one every 4 s: TTFT is 1 s, ITL 8 ms, and colocated in one piece a gap of a second.
     fn compared() -> Value {
-        let live = |workers: Vec<Value>| {
-            json!({"itl_ms": summary([8.0, 8.0, 8.0, 9.0]), "quiet_itl_ms": summary([8.0, 8.0, 8.0, 8.0]),
-                   "ttft_ms": summary([1_000.0, 1_000.0, 1_000.0, 1_000.0]), "workers": workers})
-        };
+        let live = |workers: Vec<Value>| json!({"itl_ms": summary([8.0, 8.0, 8.0, 9.0]), "ttft_ms": summary([1_000.0, 1_000.0, 1_000.0, 1_000.0]), "workers": workers});
         let sent: Vec<Value> = (0..5)
             .map(|nth| json!({"at_s": f64::from(nth) * 4.0, "prompt_tokens": 1_000, "output_tokens": 4}))
             .collect();
@@ -359,6 +385,9 @@ mod tests {
             (4, &["disaggregated".to_owned()][..])
         );
         assert!(calibration.table().contains("disaggregated: not simulated"), "{}", calibration.table());
+        value["disaggregated"] = compared()["disaggregated"].clone();
+        value["disaggregated"]["workers"][0]["kinds"][1]["ratios"][1][1] = json!(0.5);
+        assert_eq!(compare(&value.to_string()).unwrap().unknown, ["disaggregated"]);
         value["colocated"][0]["workers"] = json!([]);
         assert!(
             compare(&value.to_string())

@@ -5,6 +5,7 @@
 
 mod checklist;
 mod cores;
+mod devices;
 mod keep;
 mod memory;
 mod options;
@@ -19,6 +20,7 @@ mod supervise;
 mod warm_up;
 
 pub(crate) use cores::{as_list, beside_prefill, far_apart};
+pub(crate) use devices::settle as settle_devices;
 pub(crate) use options::{PassedOn, UpOptions, adjust};
 pub(crate) use process::{Launch, describe as describe_end, start as start_again, stop as stop_child};
 pub(crate) use progress::Bar;

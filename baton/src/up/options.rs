@@ -8,6 +8,7 @@ use baton_worker::{DEFAULT_TOKENS_PER_SEQUENCE, DeviceName, WorkerConfig};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
+use super::devices;
 use crate::config::ConfigFile;
 use crate::exit::Failure;
 use crate::tracing::TracingArgs;
@@ -26,23 +27,11 @@ pub(crate) struct UpOptions {
     pub(super) decode_workers: u16,
 
     /// Devices of the prefill workers, one worker each, such as cuda:0,cuda:1 or cpu [default: --prefill-workers times --device]
-    #[arg(
-        long,
-        env = "BATON_PREFILL_DEVICES",
-        value_name = "LIST",
-        value_delimiter = ',',
-        conflicts_with = "prefill_workers"
-    )]
+    #[arg(long, env = "BATON_PREFILL_DEVICES", value_name = "LIST", value_delimiter = ',')]
     pub(super) prefill_devices: Vec<DeviceName>,
 
     /// Devices of the decode workers, one worker each, such as cuda:2 [default: --decode-workers times --device]
-    #[arg(
-        long,
-        env = "BATON_DECODE_DEVICES",
-        value_name = "LIST",
-        value_delimiter = ',',
-        conflicts_with = "decode_workers"
-    )]
+    #[arg(long, env = "BATON_DECODE_DEVICES", value_name = "LIST", value_delimiter = ',')]
     pub(super) decode_devices: Vec<DeviceName>,
 
     /// Start the same number of workers in all, but let each compute prompts and decode: the baseline to compare with
@@ -159,7 +148,9 @@ impl PassedOn {
         let mut passed = Self { given: Vec::new(), file, known };
         let Some(up) = command.find_subcommand("up") else { return Ok(passed) };
         for arg in up.get_arguments() {
-            if let Some(given) = passed.given(arg, matches)? {
+            if let Some(given) = passed.given(arg, matches)?
+                && !devices::is_overruled(&given.key, matches, Some(&passed.file))?
+            {
                 passed.given.push(given);
             }
         }
@@ -214,8 +205,25 @@ impl PassedOn {
 
     /// The argument for an option that `up` has planned a value for; `None` where the file has one for this role alone.
     pub(super) fn planned(&self, role: &str, key: &str, value: &str) -> Option<OsString> {
-        let strong = self.given.iter().any(|given| given.key == key && given.strong);
+        let strong = self.is_strong(key) || (key == "device" && self.has_devices(role));
         (strong || !self.file.section_sets(role, key)).then(|| with_value(key, value.as_ref()))
+    }
+
+    fn is_strong(&self, key: &str) -> bool {
+        self.given.iter().any(|given| given.key == key && given.strong)
+    }
+
+    /// Whether the devices of this role's workers were listed with more force than a file has.
+    fn has_devices(&self, role: &str) -> bool {
+        let colocated = self.given.iter().any(|given| given.key == "colocated");
+        match role {
+            // Those that would prefill decode too.
+            "decode-worker" => {
+                self.is_strong("decode-devices") || (colocated && self.is_strong("prefill-devices"))
+            }
+            "prefill-worker" => self.is_strong("prefill-devices"),
+            _ => false,
+        }
     }
 
     fn knows(&self, role: &str, key: &str) -> bool {
@@ -297,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_of_devices_is_one_worker_each_and_excludes_a_number() {
+    fn a_list_of_devices_is_one_worker_each() {
         #[derive(clap::Parser)]
         struct Line {
             #[command(flatten)]
@@ -308,12 +316,20 @@ mod tests {
         assert_eq!(up.prefill(), [DeviceName::Cuda(0), DeviceName::Cpu]);
         assert_eq!(up.decode(), [DeviceName::Cuda(3); 2]);
         assert_eq!(parse("up").unwrap().prefill(), [DeviceName::Cpu]);
-        for (line, said) in [
-            ("up --prefill-devices cuda:0 --prefill-workers 2", "--prefill-workers"),
-            ("up --decode-devices cuda:0,gpu", "unknown device 'gpu'"),
-        ] {
-            let error = parse(line).unwrap_err().to_string();
-            assert!(error.contains(said), "{error}");
-        }
+        let error = parse("up --decode-devices cuda:0,gpu").unwrap_err().to_string();
+        assert!(error.contains("unknown device 'gpu'"), "{error}");
+    }
+
+    #[test]
+    fn listed_devices_win_over_a_roles_own_section_of_the_file() {
+        let file = "[prefill-worker]\ndevice = \"cpu\"\n[decode-worker]\ndevice = \"cpu\"";
+        let listed = passed(file, "up --prefill-devices cuda:0").unwrap();
+        assert_eq!(listed.planned("prefill-worker", "device", "cuda:0"), Some("--device=cuda:0".into()));
+        assert_eq!(listed.planned("decode-worker", "device", "cuda:0"), None);
+        let colocated = passed(file, "up --colocated --prefill-devices cuda:0").unwrap();
+        assert_eq!(colocated.planned("decode-worker", "device", "cuda:0"), Some("--device=cuda:0".into()));
+        // As strong as the section is only what is above it.
+        let in_file = format!("prefill-devices = [\"cuda:0\"]\n{file}");
+        assert_eq!(passed(&in_file, "up").unwrap().planned("prefill-worker", "device", "cuda:0"), None);
     }
 }

@@ -2,18 +2,21 @@
 
 use baton_handoff::InstanceId;
 
+use crate::cost::Measured;
 use crate::{Layout, Need, PlaceError, Role, WorkerState, WorkerView};
 
 /// The workers that may be chosen for one request, by position in the fleet; memory is used again from request to request.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Able {
     pub(crate) prefills: Vec<usize>,
     pub(crate) decodes: Vec<usize>,
+    /// What all workers measured of themselves, those that may not be chosen among them.
+    pub(crate) measured: Measured,
 }
 
 impl Able {
     pub(crate) const fn new() -> Self {
-        Self { prefills: Vec::new(), decodes: Vec::new() }
+        Self { prefills: Vec::new(), decodes: Vec::new(), measured: Measured::NONE }
     }
 
     /// Looks at every worker.
@@ -28,9 +31,12 @@ impl Able {
     ) -> Result<(), PlaceError> {
         self.prefills.clear();
         self.decodes.clear();
+        self.measured = Measured::NONE;
         let (prompt_blocks, most_blocks) = (need.prompt_blocks(), need.most_blocks());
         let mut error = PlaceError::NoWorker;
         for (at, view) in workers.iter().enumerate() {
+            // In the same pass, since it is the memory of all views that takes time.
+            self.measured.take_in(view);
             let blocks = u64::from(view.total_blocks);
             match view.role {
                 _ if view.state != WorkerState::Ready => {}

@@ -35,6 +35,26 @@ impl PrefillCost {
     }
 }
 
+/// The best that workers measured.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Measured {
+    /// Prompt tokens per second, by role; 0 before any was computed.
+    rates: [f64; 2],
+    /// The shortest decode step; infinite before any.
+    step_ms: f64,
+}
+
+impl Measured {
+    pub(crate) const NONE: Self = Self { rates: [0.0; 2], step_ms: f64::INFINITY };
+
+    #[inline]
+    pub(crate) fn take_in(&mut self, view: &WorkerView) {
+        let rate = &mut self.rates[role(view)];
+        *rate = rate.max(known(view.prefill_tokens_per_s).unwrap_or(0.0));
+        self.step_ms = self.step_ms.min(known(view.decode_step_ms).unwrap_or(f64::INFINITY));
+    }
+}
+
 /// The costs of one request in a fleet.
 ///
 /// Every cost falls, or stays, when a worker has more of the prompt cached and all else is equal. It is computed in an order that keeps
@@ -53,14 +73,12 @@ pub(crate) struct Costs<'a> {
 }
 
 impl<'a> Costs<'a> {
-    pub(crate) fn new(fleet: &'a Fleet<'a>, need: &'a Need<'a>, hits: &'a [u32]) -> Self {
-        let mut rates = [0.0_f64; 2];
-        let mut step_ms = f64::INFINITY;
-        for view in fleet.workers {
-            let rate = &mut rates[role(view)];
-            *rate = rate.max(known(view.prefill_tokens_per_s).unwrap_or(0.0));
-            step_ms = step_ms.min(known(view.decode_step_ms).unwrap_or(f64::INFINITY));
-        }
+    pub(crate) fn new(
+        fleet: &'a Fleet<'a>,
+        need: &'a Need<'a>,
+        hits: &'a [u32],
+        Measured { rates, step_ms }: Measured,
+    ) -> Self {
         let fastest = rates[0].max(rates[1]);
         let any = known(fastest).unwrap_or(DEFAULT_PREFILL_TOKENS_PER_S);
         Self {

@@ -25,7 +25,7 @@ mod search;
 mod sequence;
 mod uniform;
 
-pub use baton_handoff::Time;
+pub use baton_handoff::{InstanceId, Time};
 pub use breaker::{Breaker, BreakerLimits};
 pub use cache_index::CacheIndex;
 pub use door::{Door, DoorLimits, Entry, Shed};

@@ -71,7 +71,7 @@ impl Placer {
     pub fn place(&mut self, fleet: &Fleet<'_>, need: &Need<'_>) -> Result<Placement, PlaceError> {
         self.able.survey(fleet.workers, need, self.layout)?;
         self.hits.count(fleet.cache, need.hashes);
-        let costs = Costs::new(fleet, need, &self.hits.blocks);
+        let costs = Costs::new(fleet, need, &self.hits.blocks, self.able.measured);
         let chosen = match self.policy {
             Policy::KvAware => search::cheapest(fleet, &self.able, &costs, self.max_local_tokens),
             Policy::LeastLoaded | Policy::RoundRobin | Policy::RandomOfTwo => self.by_rule(fleet, &costs),

@@ -44,8 +44,8 @@ impl<'a, const MAX: usize> Best<'a, MAX> {
 
     #[inline]
     fn offer(&mut self, new: Ranked<'a>) {
-        // Most are too dear.
-        if self.0.get(MAX - 1).is_none_or(|last| new.cost_ms <= last.cost_ms) {
+        // Most are too dear; in a fleet where nothing goes on all cost the same.
+        if self.0.get(MAX - 1).is_none_or(|last| new.order(last).is_lt()) {
             self.insert(new);
         }
     }

@@ -37,7 +37,8 @@ pub enum Quantize {
     /// They are kept as they are stored.
     #[default]
     None,
-    /// F32, F16 and BF16 are rounded to 8 bits, 32 elements to a scale; refused for what is quantised already.
+    /// F32, F16 and BF16 are rounded to 8 bits, 32 elements to a scale; refused for what is quantised already. On a CUDA device
+    /// everything is, a row to a scale.
     Int8,
 }
 

@@ -18,7 +18,7 @@ use self::leave::{Leaving, OnPoint, Watch};
 use crate::arena::Arena;
 use crate::barrier::Broken;
 use crate::batch::{Batch, Purpose};
-use crate::kernels::{Int8Matmul, Kernels, LANES, Matmul, Norm, Quantise, SiluMul, record};
+use crate::kernels::{Int8Matmul, Kernels, LANES, Matmul, Norm, Quantise, SiluMul, ahead, record};
 use crate::rope::Rope;
 use crate::sampler::{self, Drawn};
 use crate::scratch::{LOGIT_ROWS, Matrix, Scratch};
@@ -279,6 +279,7 @@ impl Decoder {
                 out: out.row(0),
                 out_stride: out.stride(),
                 scratch,
+                ahead: ahead(rows),
             };
             // SAFETY: see the top of the file; `x` was quantised before the last barrier.
             return unsafe { (self.kernels.matmul_int8)(&matmul) };

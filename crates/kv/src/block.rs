@@ -12,9 +12,21 @@ pub(crate) struct Handle {
     pub(crate) shared: Arc<Shared>,
 }
 
+/// The index of a handle whose unit was given back already.
+const GIVEN_BACK: u32 = u32::MAX;
+
+impl Handle {
+    /// Ends the handle and leaves its unit to the caller, who gives back those of many blocks at once.
+    fn leave(mut self) {
+        self.id = GIVEN_BACK;
+    }
+}
+
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.shared.release(self.id);
+        if self.id != GIVEN_BACK {
+            self.shared.release(self.id);
+        }
     }
 }
 
@@ -25,6 +37,11 @@ impl Block {
     /// Its index in the arena.
     pub const fn id(&self) -> u32 {
         self.0.id
+    }
+
+    /// Ends the handle; the caller calls [`Shared::release_all`] with its index.
+    pub(crate) fn leave(self) {
+        self.0.leave();
     }
 
     /// Gives up the right to write: from here on the block is read-only and counted.
@@ -56,6 +73,11 @@ impl SharedBlock {
 
     pub(crate) const fn pool(&self) -> &Arc<Shared> {
         &self.0.shared
+    }
+
+    /// As [`Block::leave`].
+    pub(crate) fn leave(self) {
+        self.0.leave();
     }
 
     /// The right to write again, for the only user of the block.

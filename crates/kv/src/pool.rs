@@ -34,7 +34,12 @@ pub(crate) struct Shared {
 }
 
 struct State {
+    total: u32,
+    /// Blocks from 0 up to this one were never given out. They lie below `free` in one stack with it, the highest on top; so of a pool that is larger than its
+    /// use only what is used takes memory that is really there.
+    untouched: u32,
     free: Vec<u32>,
+    /// Of the others, the last block first.
     slots: Vec<Slot>,
     held: usize,
     cached: usize,
@@ -57,9 +62,29 @@ impl Slot {
 }
 
 impl State {
+    const fn at(&self, id: u32) -> usize {
+        (self.total - 1 - id) as usize
+    }
+
+    fn slot(&mut self, id: u32) -> &mut Slot {
+        let at = self.at(id);
+        &mut self.slots[at]
+    }
+
+    const fn num_free(&self) -> usize {
+        self.untouched as usize + self.free.len()
+    }
+
+    /// The highest of the untouched blocks are given out.
+    fn touch(&mut self, count: u32) {
+        self.untouched -= count;
+        // Within its capacity.
+        self.slots.resize((self.total - self.untouched) as usize, Slot::default());
+    }
+
     /// A user of block `id` is gone. True when the block became allocatable, at once or by eviction.
     fn settle(&mut self, id: u32) -> bool {
-        let slot = self.slots[id as usize];
+        let slot = *self.slot(id);
         if slot.in_use() {
             return false;
         }
@@ -82,7 +107,7 @@ impl Shared {
     pub(crate) fn pin(&self, ids: &[u32]) {
         let mut state = self.state();
         for &id in ids {
-            state.slots[id as usize].pins += 1;
+            state.slot(id).pins += 1;
         }
     }
 
@@ -91,7 +116,7 @@ impl Shared {
         {
             let mut state = self.state();
             for &id in ids {
-                state.slots[id as usize].pins -= 1;
+                state.slot(id).pins -= 1;
                 freed |= state.settle(id);
             }
         }
@@ -103,7 +128,7 @@ impl Shared {
     /// One more holder of a block that the caller holds or the prefix cache knows.
     pub(crate) fn hold(&self, id: u32) {
         let mut state = self.state();
-        let slot = &mut state.slots[id as usize];
+        let slot = state.slot(id);
         let idle = !slot.in_use();
         slot.holders += 1;
         if slot.holders == 1 {
@@ -115,15 +140,23 @@ impl Shared {
     }
 
     pub(crate) fn release(&self, id: u32) {
-        let freed = {
+        self.release_all(&[id]);
+    }
+
+    /// One holder of each of these blocks is gone. One lock and one call of the hook, however many they are.
+    pub(crate) fn release_all(&self, ids: &[u32]) {
+        let mut freed = false;
+        {
             let mut state = self.state();
-            let slot = &mut state.slots[id as usize];
-            slot.holders -= 1;
-            if slot.holders == 0 {
-                state.held -= 1;
+            for &id in ids {
+                let slot = state.slot(id);
+                slot.holders -= 1;
+                if slot.holders == 0 {
+                    state.held -= 1;
+                }
+                freed |= state.settle(id);
             }
-            state.settle(id)
-        };
+        }
         if freed {
             self.freed();
         }
@@ -131,7 +164,7 @@ impl Shared {
 
     /// Whether the caller, a holder, is the block's only user, so that it may write.
     pub(crate) fn is_sole_user(&self, id: u32) -> bool {
-        let slot = self.state().slots[id as usize];
+        let slot = *self.state().slot(id);
         slot.holders == 1 && slot.pins == 0 && !slot.cached
     }
 
@@ -139,18 +172,18 @@ impl Shared {
     /// and the leases are gone.
     pub(crate) fn any_sole_holder(&self, ids: &[u32]) -> bool {
         let state = self.state();
-        ids.iter().any(|&id| state.slots[id as usize].holders == 1)
+        ids.iter().any(|&id| state.slots[state.at(id)].holders == 1)
     }
 
     /// The prefix cache takes note of a block that somebody holds.
     pub(crate) fn set_cached(&self, id: u32) {
-        self.state().slots[id as usize].cached = true;
+        self.state().slot(id).cached = true;
     }
 
     /// The prefix cache forgets a block. False when the block is in use, and then it stays known.
     pub(crate) fn evict(&self, id: u32) -> bool {
         let mut state = self.state();
-        let slot = &mut state.slots[id as usize];
+        let slot = state.slot(id);
         if slot.in_use() || !slot.cached {
             return false;
         }
@@ -165,7 +198,7 @@ impl Shared {
     }
 
     pub(crate) fn is_idle(&self, id: u32) -> bool {
-        !self.state().slots[id as usize].in_use()
+        !self.state().slot(id).in_use()
     }
 
     fn freed(&self) {
@@ -179,15 +212,19 @@ impl BlockPool {
     /// A pool over blocks `0..total`.
     pub fn new(total: usize) -> Self {
         let total = u32::try_from(total).unwrap_or(u32::MAX);
+        // Memory for all of them is asked for at once, so that nobody who allocates a block allocates memory; it is there when it is first written.
+        let room = total as usize;
         Self {
             shared: Arc::new(Shared {
                 state: Mutex::new(State {
+                    total,
                     // In this order blocks that are given out together lie one behind the other, and come back so: whoever copies them goes upwards.
-                    free: (0..total).collect(),
-                    slots: vec![Slot::default(); total as usize],
+                    untouched: total,
+                    free: Vec::with_capacity(room),
+                    slots: Vec::with_capacity(room),
                     held: 0,
                     cached: 0,
-                    idle: Vec::with_capacity(total as usize),
+                    idle: Vec::with_capacity(room),
                 }),
                 on_free: OnceLock::new(),
             }),
@@ -202,10 +239,24 @@ impl BlockPool {
     /// All of `count` blocks or none, each with one holder and writable.
     pub fn allocate(&self, count: usize) -> Option<Vec<Block>> {
         let mut state = self.shared.state();
-        let keep = state.free.len().checked_sub(count)?;
-        let ids = state.free.split_off(keep);
+        let ids = match state.free.len().checked_sub(count) {
+            Some(keep) => {
+                // Not `split_off`, which from 0 on gives away the memory for all blocks.
+                let ids = state.free[keep..].to_vec();
+                state.free.truncate(keep);
+                ids
+            }
+            None => {
+                let fresh = u32::try_from(count - state.free.len()).ok()?;
+                let from = state.untouched.checked_sub(fresh)?;
+                let mut ids: Vec<u32> = (from..state.untouched).collect();
+                ids.append(&mut state.free);
+                state.touch(fresh);
+                ids
+            }
+        };
         for &id in &ids {
-            state.slots[id as usize].holders = 1;
+            state.slot(id).holders = 1;
         }
         state.held += ids.len();
         drop(state);
@@ -215,8 +266,15 @@ impl BlockPool {
     /// One block, writable. Takes no memory of its own.
     pub fn allocate_one(&self) -> Option<Block> {
         let mut state = self.shared.state();
-        let id = state.free.pop()?;
-        state.slots[id as usize].holders = 1;
+        let id = match state.free.pop() {
+            Some(id) => id,
+            None => {
+                let id = state.untouched.checked_sub(1)?;
+                state.touch(1);
+                id
+            }
+        };
+        state.slot(id).holders = 1;
         state.held += 1;
         drop(state);
         Some(Block(Handle { id, shared: Arc::clone(&self.shared) }))
@@ -225,7 +283,7 @@ impl BlockPool {
     /// Blocks by state, at one instant.
     pub fn counts(&self) -> PoolCounts {
         let state = self.shared.state();
-        let (free, cached, held, total) = (state.free.len(), state.cached, state.held, state.slots.len());
+        let (free, cached, held, total) = (state.num_free(), state.cached, state.held, state.total as usize);
         PoolCounts { free, cached, held, draining: total - free - cached - held, total }
     }
 
@@ -243,7 +301,7 @@ impl BlockPool {
         let held = count(|s| s.holders > 0);
         let draining = count(|s| s.holders == 0 && s.pins > 0);
         let cached = count(|s| s.cached && !s.in_use());
-        let (free, total) = (state.free.len(), state.slots.len());
+        let (free, total) = (state.num_free(), state.total as usize);
         if (held, cached) != (state.held, state.cached) || free + cached + held + draining != total {
             return Err(format!(
                 "free {free} + cached {cached} + held {held} + draining {draining} != total {total} \
@@ -251,10 +309,13 @@ impl BlockPool {
                 state.cached, state.held
             ));
         }
-        let mut seen = vec![false; total];
-        for &id in &state.free {
-            let slot = state.slots[id as usize];
-            if slot.in_use() || slot.cached || std::mem::replace(&mut seen[id as usize], true) {
+        let mut seen = vec![false; state.slots.len()];
+        for at in state.free.iter().map(|&id| state.at(id)) {
+            let Some(slot) = state.slots.get(at) else {
+                return Err("a block that was never given out is in the free list".into());
+            };
+            if slot.in_use() || slot.cached || std::mem::replace(&mut seen[at], true) {
+                let id = total - 1 - at;
                 return Err(format!("block {id} is in the free list twice or while in use"));
             }
         }

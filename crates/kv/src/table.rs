@@ -27,6 +27,14 @@ impl Entry {
             Self::Shared(block) => block.pool(),
         }
     }
+
+    /// Ends the handle; its unit of the block is given back by the table, with those of its other blocks.
+    fn leave(self) {
+        match self {
+            Self::Owned(block) => block.leave(),
+            Self::Shared(block) => block.leave(),
+        }
+    }
 }
 
 /// The blocks of one sequence in token order, with their arena indices beside them for step plans.
@@ -84,6 +92,11 @@ impl BlockTable {
     /// Blocks that are this table's alone to write.
     pub fn num_owned(&self) -> usize {
         self.entries.iter().filter(|entry| matches!(entry, Entry::Owned(_))).count()
+    }
+
+    /// Whether the last block is this table's alone to write.
+    pub fn is_last_owned(&self) -> bool {
+        matches!(self.entries.last(), Some(Entry::Owned(_)))
     }
 
     /// Whether giving up this table would free a block, once leases are gone too: it is the only holder of one.
@@ -180,10 +193,19 @@ impl BlockTable {
         self.entries.first().map(Entry::pool)
     }
 
-    /// Returns every block to the pool (shared ones when their last holder goes, leased ones once their lease ends).
+    /// Returns every block to the pool (shared ones when their last holder goes, leased ones once their lease ends), all at once.
     pub fn clear(&mut self) {
-        self.ids.clear();
-        self.entries.clear();
+        if let Some(pool) = self.pool().cloned() {
+            self.entries.drain(..).for_each(Entry::leave);
+            pool.release_all(&self.ids);
+            self.ids.clear();
+        }
+    }
+}
+
+impl Drop for BlockTable {
+    fn drop(&mut self) {
+        self.clear();
     }
 }
 

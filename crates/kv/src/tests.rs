@@ -98,6 +98,38 @@ fn a_fenced_lease_keeps_its_blocks_until_the_writer_drops_it() {
     assert_eq!(pool.counts().free, 4);
 }
 
+/// Blocks come from one stack, whether they were given out before or not: so a run is a function of what is asked for.
+#[test]
+fn blocks_come_in_the_order_of_a_stack_that_has_all_of_them() {
+    const TOTAL: u32 = 50;
+    let pool = BlockPool::new(TOTAL as usize);
+    let mut stack: Vec<u32> = (0..TOTAL).collect();
+    let mut tables: Vec<BlockTable> = Vec::new();
+    let mut random = 1_u32;
+    for _ in 0..5_000 {
+        random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let count = (random >> 16) as usize % 9;
+        let mut table = BlockTable::new();
+        if random >> 31 == 0 && !tables.is_empty() {
+            // In the order of the table.
+            stack.extend(tables.swap_remove(count % tables.len()).ids());
+        } else if count == 1 {
+            let block = pool.allocate_one();
+            assert_eq!(block.as_ref().map(|block| block.id()), stack.pop());
+            block.into_iter().for_each(|block| table.push(block));
+            tables.push(table);
+        } else {
+            let blocks = pool.allocate(count);
+            assert_eq!(blocks.is_some(), count <= stack.len());
+            let keep = stack.len() - blocks.as_ref().map_or(0, Vec::len);
+            table.extend(blocks.unwrap_or_default());
+            assert_eq!(table.ids(), stack.split_off(keep));
+            tables.push(table);
+        }
+        assert_eq!((pool.counts().free, pool.check()), (stack.len(), Ok(())));
+    }
+}
+
 #[test]
 fn freeing_calls_the_hook() {
     use std::sync::Arc;
@@ -115,4 +147,22 @@ fn freeing_calls_the_hook() {
     assert_eq!(calls.load(Ordering::SeqCst), 0, "still leased");
     drop(lease);
     assert_eq!(calls.load(Ordering::SeqCst), 1);
+    // However many blocks a table has: some of them shared, one with a table that stays.
+    let pool = BlockPool::new(5000);
+    let calls = Arc::new(AtomicUsize::new(0));
+    let seen = Arc::clone(&calls);
+    pool.on_free(Box::new(move || {
+        seen.fetch_add(1, Ordering::SeqCst);
+    }));
+    let mut table = BlockTable::new();
+    table.extend(pool.allocate(5000).unwrap());
+    let mut other = BlockTable::new();
+    other.extend_shared(vec![table.share(7).unwrap()]);
+    table.share(8).unwrap();
+    calls.store(0, Ordering::SeqCst);
+    drop(table);
+    assert_eq!((calls.load(Ordering::SeqCst), pool.counts().free), (1, 4999));
+    drop(other);
+    assert_eq!((calls.load(Ordering::SeqCst), pool.counts().free), (2, 5000));
+    assert_eq!(pool.check(), Ok(()));
 }

@@ -11,7 +11,8 @@
 //!   whose rate depends on the load; it does not depend on how lengths are distributed). Little's law is its mean: `N = R (O - 1) T`. ITL is `T(N / y)`, weighted by tokens.
 //! * The gap between the first and the second token has, beside a step, what is left of the running step and of the transfer. Layers are sent while later
 //!   ones compute; what a link has not sent when the prompt is computed is exposed.
-//! * Colocated (`colocated.rs`): the same queue over `W` workers whose steps carry a chunk beside `b` decoding sequences; `b` is solved for with Little's law.
+//! * Colocated (`colocated.rs`, `step_loop.rs`): workers whose steps carry a chunk beside whoever decodes, followed step by step over the same arrivals, each placed as a router
+//!   places it; whether they keep up at all says a fixed point of Little's law.
 //!
 //! What it leaves out: prefix caches, prompts of different lengths, preemption, requests that fail, and that several senders share one decode worker's link.
 //!
@@ -24,6 +25,8 @@ mod judge;
 mod queue;
 mod search;
 mod sensitivity;
+mod spread;
+mod step_loop;
 mod steps;
 
 pub use colocated::CHUNKS;

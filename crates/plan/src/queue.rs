@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 use crate::steps::{HOP_S, Steps, Work};
 
 /// Arrivals of one computation, and how many of them are left out at its beginning, while the queues fill.
-const ARRIVALS: usize = 12_000;
-const WARM_UP: usize = 1_000;
+pub(crate) const ARRIVALS: usize = 12_000;
+pub(crate) const WARM_UP: usize = 1_000;
 /// Parts of a chunk that are sent while it is computed, as layer after layer is.
 const SLICES: u32 = 8;
 /// Fractional part of the golden ratio: its multiples spread evenly over 0 to 1.
@@ -23,18 +23,12 @@ pub(crate) struct Queue<'a> {
     /// Prompt tokens, and prompts, of one step.
     pub(crate) budget: u32,
     pub(crate) max_open: usize,
-    /// What each step carries besides.
-    pub(crate) beside: Work,
     /// A prompt can begin after up to so many seconds, evenly: the decode worker's running step, which the grant waits for.
     pub(crate) grant_s: f64,
     /// Messages from the request to the first step, and from the last step to the client.
     pub(crate) num_hops: f64,
     /// Seconds that the KV of a token takes on the worker's link; 0: none is sent.
     pub(crate) wire_token_s: f64,
-    /// How long a request stays after its first token where it was computed, and how many prompts each that is computed or stays counts as when a
-    /// worker is chosen; 0 and 0 on prefill workers.
-    pub(crate) stays_s: f64,
-    pub(crate) stays_weight: f64,
 }
 
 /// What came of it; seconds, sorted.
@@ -43,10 +37,6 @@ pub(crate) struct Outcome {
     pub(crate) ttft: Vec<f64>,
     /// From the last step of a prompt to the end of its transfer.
     pub(crate) exposed: Vec<f64>,
-    /// Steps with prompt tokens.
-    pub(crate) steps: Vec<f64>,
-    /// From the first arrival to the last.
-    pub(crate) horizon: f64,
 }
 
 /// The value that a share of `q` (0 to 1) does not exceed: nearest rank. `sorted` is not empty.
@@ -73,8 +63,6 @@ struct Worker {
     ends: f64,
     queued_tokens: u64,
     link_free: f64,
-    /// When those who stay leave.
-    leaving: VecDeque<f64>,
 }
 
 /// Which list of arrivals: of the first 300 the one that comes closest, in the mean wait and its 99th percentile, to what one worker with constant service
@@ -100,7 +88,7 @@ pub(crate) fn arrival_times(rate: f64) -> impl Iterator<Item = f64> {
 impl Queue<'_> {
     /// Seconds that a prompt takes alone.
     pub(crate) fn alone(&self) -> f64 {
-        self.steps.prompt(&self.beside, self.input_tokens, self.budget)
+        self.steps.prompt(&Work::default(), self.input_tokens, self.budget)
     }
 
     /// The whole recursion.
@@ -108,7 +96,6 @@ impl Queue<'_> {
         let mut workers: Vec<Worker> = (0..self.num_workers.max(1)).map(|_| Worker::default()).collect();
         let mut outcome = Outcome::default();
         for (nth, now) in arrival_times(self.rate).take(ARRIVALS).enumerate() {
-            outcome.horizon = now;
             for worker in &mut workers {
                 self.advance(worker, now, &mut outcome);
             }
@@ -119,7 +106,8 @@ impl Queue<'_> {
                 done: 0,
                 counts: nth >= WARM_UP,
             };
-            if let Some(worker) = self.choose(&mut workers, now) {
+            // The one with the fewest tokens to compute; among equals the first.
+            if let Some(worker) = workers.iter_mut().min_by_key(|worker| worker.queued_tokens) {
                 worker.prompts.push_back(prompt);
                 worker.queued_tokens += u64::from(self.input_tokens);
             }
@@ -127,30 +115,10 @@ impl Queue<'_> {
         for worker in &mut workers {
             self.advance(worker, f64::INFINITY, &mut outcome);
         }
-        for sorted in [&mut outcome.ttft, &mut outcome.exposed, &mut outcome.steps] {
+        for sorted in [&mut outcome.ttft, &mut outcome.exposed] {
             sorted.sort_unstable_by(f64::total_cmp);
         }
         outcome
-    }
-
-    /// The worker with the fewest tokens to compute; among equals the first.
-    fn choose<'w>(&self, workers: &'w mut [Worker], now: f64) -> Option<&'w mut Worker> {
-        let tokens = f64::from(self.input_tokens);
-        let cost = |worker: &mut Worker| {
-            while worker.leaving.front().is_some_and(|at| *at <= now) {
-                worker.leaving.pop_front();
-            }
-            let stay = (worker.leaving.len() + worker.chunks.len()) as f64;
-            worker.queued_tokens as f64 + self.stays_weight * stay * tokens
-        };
-        let mut best: Option<(f64, usize)> = None;
-        for (nth, worker) in workers.iter_mut().enumerate() {
-            let cost = cost(worker);
-            if best.is_none_or(|(least, _)| cost < least) {
-                best = Some((cost, nth));
-            }
-        }
-        workers.get_mut(best?.1)
     }
 
     /// Runs a worker's steps that begin before `until`, and ends those that end by then.
@@ -174,7 +142,7 @@ impl Queue<'_> {
     }
 
     fn begin_step(&self, worker: &mut Worker, now: f64) {
-        let (mut work, mut budget) = (self.beside, self.budget);
+        let (mut work, mut budget) = (Work::default(), self.budget);
         // Those that may begin go first, in their order.
         if worker.prompts.iter().any(|prompt| prompt.may_begin > now) {
             worker.prompts.make_contiguous().sort_by_key(|prompt| prompt.may_begin > now);
@@ -195,7 +163,6 @@ impl Queue<'_> {
 
     fn end_step(&self, worker: &mut Worker, outcome: &mut Outcome) {
         let took = worker.ends - worker.begun;
-        outcome.steps.push(took);
         let computed: u32 = worker.chunks.iter().sum();
         worker.queued_tokens = worker.queued_tokens.saturating_sub(u64::from(computed));
         let slice_s = f64::from(computed) / f64::from(SLICES) * self.wire_token_s;
@@ -208,7 +175,6 @@ impl Queue<'_> {
         }
         while worker.prompts.front().is_some_and(|prompt| prompt.done >= self.input_tokens) {
             let Some(prompt) = worker.prompts.pop_front() else { return };
-            worker.leaving.push_back(worker.ends + self.stays_s);
             if prompt.counts {
                 outcome.ttft.push(worker.ends - prompt.arrived + HOP_S);
                 outcome.exposed.push(worker.link_free - worker.ends);
@@ -231,12 +197,9 @@ mod tests {
             num_workers,
             budget: MAX_STEP_TOKENS,
             max_open: MAX_OPEN_PROMPTS,
-            beside: Work::default(),
             grant_s: 0.0,
             num_hops: 0.0,
             wire_token_s: 0.0,
-            stays_s: 0.0,
-            stays_weight: 0.0,
         }
     }
 

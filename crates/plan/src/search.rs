@@ -3,7 +3,7 @@
 use crate::colocated::{CHUNKS, colocated};
 use crate::decode::{Mixture, batches};
 use crate::queue::{Queue, quantile};
-use crate::steps::{HOP_S, MAX_NUM_SEQS, MAX_OPEN_PROMPTS, MAX_STEP_TOKENS, Steps, Work};
+use crate::steps::{HOP_S, MAX_NUM_SEQS, MAX_OPEN_PROMPTS, MAX_STEP_TOKENS, Steps};
 use crate::{PlanError, PlanInput};
 
 /// Workers of both kinds together at most: as many as a router knows of one kind.
@@ -105,12 +105,9 @@ fn prefill_queue<'a>(input: &PlanInput, steps: &'a Steps, num_workers: u32, gran
         num_workers,
         budget: MAX_STEP_TOKENS,
         max_open: MAX_OPEN_PROMPTS,
-        beside: Work::default(),
         grant_s,
         num_hops: 4.0,
         wire_token_s: input.wire_token_s(),
-        stays_s: 0.0,
-        stays_weight: 0.0,
     }
 }
 

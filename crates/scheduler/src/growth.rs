@@ -39,8 +39,8 @@ impl Growth {
         self.num_outputs += 1;
         let mut sorted = self.outputs;
         let sorted = &mut sorted[..self.num_outputs.min(WINDOW)];
-        sorted.sort_unstable();
-        self.q90 = sorted[(sorted.len() * 9 / 10).min(sorted.len() - 1)];
+        let rank = (sorted.len() * 9 / 10).min(sorted.len() - 1);
+        self.q90 = *sorted.select_nth_unstable(rank).1;
     }
 
     /// Tokens that a sequence with `tokens_left` is expected to add.

@@ -1,9 +1,6 @@
 //! The rules: after every event, and at the end.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-
-use baton_handoff::HandoffKey;
 
 use crate::context::Context;
 use crate::router::Router;
@@ -29,6 +26,13 @@ pub(crate) fn worker(context: &mut Context, worker: &mut Worker) {
     if let Err(what) = worker.steps.scheduler().check() {
         context.violate(|| format!("worker {}: {what}", worker.index));
     }
+    // Of a process that was killed while it stood still nobody knows more.
+    if worker.alive && worker.holds().any(|(key, blocks)| context.graph.knows(key, worker.index) != blocks) {
+        context.violate(|| format!("worker {}: the wait-for graph is not of its legs", worker.index));
+    }
+    if worker.alive && !worker.is_alarm_in_time() {
+        context.violate(|| format!("worker {}: something is due and no alarm is set", worker.index));
+    }
     worker.num_unchecked = 0;
 }
 
@@ -41,57 +45,11 @@ pub(crate) fn passed(context: &mut Context, passed: Passed) {
     }
 }
 
-/// Of a cluster this large, the graph is not looked at after each event.
-const SMALL: usize = 64;
-
-/// The wait-for graph over workers' blocks has no cycle. Of large clusters it is looked at each `num_workers` changes, so that what it costs
-/// a request does not grow with the cluster.
-pub(crate) fn no_deadlock(context: &mut Context, workers: &[Worker]) {
-    context.num_unchecked_holds += 1;
-    if workers.len() > SMALL && context.num_unchecked_holds < workers.len() {
-        return;
-    }
-    context.num_unchecked_holds = 0;
-    let mut held: BTreeMap<HandoffKey, Vec<usize>> = BTreeMap::new();
-    let mut wanted: Vec<(HandoffKey, usize)> = Vec::new();
-    for worker in workers.iter().filter(|worker| worker.alive) {
-        for (key, holds, waits) in worker.holds() {
-            if holds {
-                held.entry(key).or_default().push(worker.index);
-            }
-            if waits {
-                wanted.push((key, worker.index));
-            }
-        }
-    }
-    // A handoff that waits for blocks of one worker waits for those who hold some there. If it holds blocks of another worker itself, that
-    // worker's blocks are not back before the first one's are. So these pairs of workers are the graph's edges, with handoffs
-    // that hold nothing, or wait for nothing, left out: no cycle goes through them.
-    let waits = wanted.iter().flat_map(|(key, on)| {
-        let holds = held.get(key).map_or(&[][..], Vec::as_slice);
-        holds.iter().map(|at| (*at, *on)).filter(|(at, on)| at != on)
-    });
-    let edges: Vec<(usize, usize)> = waits.collect();
-    if let Some(worker) = on_a_cycle(&edges) {
-        let all = "a handoff that holds blocks of the first and waits for the second's, each";
-        context.violate(|| {
-            format!("handoffs wait for each other over blocks of worker {worker}; {all}: {edges:?}")
-        });
-    }
-}
-
-/// A worker whose blocks come back only after they came back. An edge `(a, b)`: the blocks of `b` must come back before those of `a` do.
-fn on_a_cycle(edges: &[(usize, usize)]) -> Option<usize> {
-    let mut left: Vec<(usize, usize)> = edges.to_vec();
-    // Whoever waits for nobody comes back; what waits for that one only does so next.
-    loop {
-        let waiting: BTreeSet<usize> = left.iter().map(|(a, _)| *a).collect();
-        let before = left.len();
-        left.retain(|(_, b)| waiting.contains(b));
-        if left.len() == before {
-            // The first one left waits for one that is left, and so on.
-            return left.first().map(|(a, _)| *a);
-        }
+/// The wait-for graph over workers' blocks has no cycle.
+pub(crate) fn no_deadlock(context: &mut Context) {
+    if let Some(cycle) = context.graph.cycle() {
+        let all = "a handoff that holds blocks of one and waits for the next one's, each, and the last for the first's";
+        context.violate(|| format!("handoffs wait for each other over blocks of workers {cycle:?}: {all}"));
     }
 }
 
@@ -115,6 +73,9 @@ pub(crate) fn baseline(context: &mut Context, workers: &[Worker], routers: &[Rou
                 .violate(|| format!("worker {}: legs, parked offers, machines left: {left:?}", worker.index));
         }
     }
+    if !context.graph.is_empty() {
+        context.violate(|| "somebody holds blocks, or waits for some, by the wait-for graph".into());
+    }
     for router in routers {
         if router.num_open() + router.num_streams() > 0 {
             context.violate(|| "a router has requests or streams left".into());
@@ -134,24 +95,5 @@ pub(crate) fn views(context: &mut Context, workers: &[Worker], routers: &[Router
             let num = hashes.len();
             context.violate(|| format!("a router knows {known:?} cached blocks, there are {num}"));
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Workers 0 and 1 prefill, 2 and 3 decode.
-    #[test]
-    fn waiting_in_one_order_is_no_cycle_and_in_both_is_one() {
-        // Decode's blocks first, then prefill's: whoever waits on a prefill worker holds blocks of a decode worker.
-        assert_eq!(on_a_cycle(&[(2, 0), (3, 0), (2, 1)]), None);
-        // One that computed before it was granted waits for blocks whose holder waits for its own.
-        assert!(on_a_cycle(&[(2, 0), (0, 2)]).is_some());
-        assert_eq!(on_a_cycle(&[(2, 0), (0, 3)]), None);
-        // The same over two of each kind, with others that wait for them and are on no cycle themselves.
-        assert!(on_a_cycle(&[(2, 0), (0, 3), (3, 1), (1, 2)]).is_some());
-        assert!(on_a_cycle(&[(9, 2), (2, 0), (0, 3), (3, 1), (1, 2), (1, 8)]).is_some());
-        assert_eq!(on_a_cycle(&[(9, 2), (2, 0), (0, 3), (3, 1), (1, 8)]), None);
     }
 }

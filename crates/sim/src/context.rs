@@ -7,6 +7,7 @@ use baton_handoff::Time;
 
 use crate::fidelity::Fidelity;
 use crate::frames::Cut;
+use crate::graph::WaitGraph;
 use crate::network::{Network, Node, Payload, Side, StreamId};
 use crate::queue::{Event, Queue, RouterEvent, WorkerEvent};
 use crate::random::Random;
@@ -26,10 +27,8 @@ pub(crate) struct Context {
     pub(crate) random: Random,
     pub(crate) report: Report,
     pub(crate) waits: Waits,
-    /// Some leg began or ceased to hold blocks, or to wait for them.
-    pub(crate) holds_changed: bool,
-    /// Times that they changed since the wait-for graph was looked at.
-    pub(crate) num_unchecked_holds: usize,
+    /// Who holds blocks, and who waits for some.
+    pub(crate) graph: WaitGraph,
     /// The first rule that broke.
     pub(crate) broken: Option<String>,
     /// When the last request ended: heartbeats stop soon.

@@ -57,7 +57,7 @@ impl Clients {
         let stop_after = (0..num_sequences).map(stop_after).collect();
         Ask {
             request: RequestId(random.id()),
-            prompt,
+            prompt: prompt.into(),
             max_new_tokens,
             stop_tokens: if stops { vec![1, 2] } else { vec![] },
             seed: random.next(),

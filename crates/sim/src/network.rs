@@ -7,7 +7,7 @@ use baton_dispatch::{DecodeFact, PrefillFact};
 use baton_handoff::{Cause, DestinationMessage, HandoffKey, InstanceId, SourceMessage, Time};
 
 use crate::frames::Frame;
-use crate::ids::IdMap;
+use crate::pages::{Number, Pages};
 use crate::queue::{Event, Queue};
 use crate::random::Random;
 use crate::worker::LegSpec;
@@ -15,6 +15,16 @@ use crate::worker::LegSpec;
 /// Names a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct StreamId(pub(crate) u64);
+
+impl Number for StreamId {
+    fn number(self) -> usize {
+        self.0 as usize
+    }
+
+    fn from_number(number: usize) -> Self {
+        Self(number as u64)
+    }
+}
 
 /// A process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,7 +126,7 @@ pub(crate) struct Met {
 
 /// All streams.
 pub(crate) struct Network {
-    streams: IdMap<StreamId, Stream>,
+    streams: Pages<StreamId, Stream>,
     next: u64,
     pub(crate) weather: Weather,
     pub(crate) random: Random,
@@ -132,7 +142,7 @@ const fn at(side: Side) -> usize {
 
 impl Network {
     pub(crate) fn new(weather: Weather, latency_us: (u64, u64), random: Random) -> Self {
-        let (streams, partitions) = (IdMap::default(), Vec::new());
+        let (streams, partitions) = (Pages::default(), Vec::new());
         Self { streams, next: 0, weather, random, met: Met::default(), latency_us, partitions }
     }
 
@@ -193,7 +203,7 @@ impl Network {
         (id, from): (StreamId, Side),
         payload: Payload,
     ) {
-        let Some(stream) = self.streams.get(&id) else { return };
+        let Some(stream) = self.streams.get(id) else { return };
         if stream.broken || stream.deaf[at(from)] {
             return;
         }
@@ -203,7 +213,7 @@ impl Network {
             latency += self.random.millis(1..=3_000);
         }
         let side = from.other();
-        let Some(stream) = self.streams.get_mut(&id) else { return };
+        let Some(stream) = self.streams.get_mut(id) else { return };
         let arrives = (now + latency).max(stream.last[at(side)]);
         stream.last[at(side)] = arrives;
         let repeatable = !matches!(
@@ -245,7 +255,7 @@ impl Network {
 
     /// What is on its way is lost; each end hears of it at some time of its own.
     pub(crate) fn cut(&mut self, queue: &mut Queue, now: Time, id: StreamId) {
-        let Some(stream) = self.streams.get_mut(&id) else { return };
+        let Some(stream) = self.streams.get_mut(id) else { return };
         if std::mem::replace(&mut stream.broken, true) {
             return;
         }
@@ -258,10 +268,7 @@ impl Network {
     }
 
     fn streams_of(&self, of: impl Fn(&Stream) -> bool) -> Vec<StreamId> {
-        let matching = self.streams.iter().filter(|(_, stream)| of(stream)).map(|(id, _)| *id);
-        let mut ids: Vec<StreamId> = matching.collect();
-        ids.sort_unstable();
-        ids
+        self.streams.iter().filter(|(_, stream)| of(stream)).map(|(id, _)| id).collect()
     }
 
     /// All streams between two processes.
@@ -277,7 +284,7 @@ impl Network {
         for id in ids {
             self.cut(queue, now, id);
             for side in [Side::Opener, Side::Acceptor] {
-                if self.streams.get(&id).is_some_and(|stream| stream.ends[at(side)] == node) {
+                if self.streams.get(id).is_some_and(|stream| stream.ends[at(side)] == node) {
                     self.deafen(id, side);
                 }
             }
@@ -290,15 +297,20 @@ impl Network {
         live.get(random.index(live.len())).copied()
     }
 
+    /// The end that a payload reaches, of a stream that may be over.
+    pub(crate) fn end(&self, stream: StreamId, side: Side) -> Option<Node> {
+        self.streams.get(stream).map(|stream| stream.ends[at(side)])
+    }
+
     /// Whose end this is.
     pub(crate) fn node(&self, arrival: &Arrival) -> Option<Node> {
-        self.streams.get(&arrival.stream).map(|stream| stream.ends[at(arrival.side)])
+        self.end(arrival.stream, arrival.side)
     }
 
     /// Whether this end still listens and the payload still travels; `Some(false)` when the acceptor never heard of the stream. The
     /// end of a stream is told once.
     pub(crate) fn receive(&mut self, arrival: &Arrival) -> Option<bool> {
-        let stream = self.streams.get_mut(&arrival.stream)?;
+        let stream = self.streams.get_mut(arrival.stream)?;
         let over = matches!(arrival.payload, Payload::Closed | Payload::Lost);
         if stream.deaf[at(arrival.side)] || (stream.broken && !matches!(arrival.payload, Payload::Lost)) {
             return None;
@@ -313,7 +325,7 @@ impl Network {
 
     /// Nobody is there: the opener hears it soon.
     pub(crate) fn refuse(&mut self, queue: &mut Queue, now: Time, id: StreamId) {
-        if let Some(stream) = self.streams.get_mut(&id) {
+        if let Some(stream) = self.streams.get_mut(id) {
             stream.broken = true;
             stream.accepted = false;
             let hears = now + self.random.millis(0..=5);
@@ -324,10 +336,10 @@ impl Network {
     }
 
     fn deafen(&mut self, id: StreamId, side: Side) {
-        if let Some(stream) = self.streams.get_mut(&id) {
+        if let Some(stream) = self.streams.get_mut(id) {
             stream.deaf[at(side)] = true;
             if stream.deaf == [true, true] {
-                self.streams.remove(&id);
+                self.streams.remove(id);
             }
         }
     }

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use baton_handoff::{RequestId, Time};
 
-use crate::fidelity::{Fidelity, Measured};
+use crate::fidelity::Fidelity;
 use crate::ids::IdMap;
+use crate::measured::Measured;
 use crate::random::Random;
 use crate::router::Ask;
 use crate::workload::{self, Prompt, Workload, turn_tokens};
@@ -199,12 +200,12 @@ impl Given {
                 let streams = &self.workload.streams;
                 let nth = STREAMS + u64::from(stream) + turn * u64::from(streams.num);
                 let output = turn_tokens(streams.output_tokens, (stream, streams.num), turn);
-                (self.tokens(nth, streams.prompt_tokens).collect(), output)
+                (self.tokens(nth, streams.prompt_tokens), output)
             }
         };
         Ask {
             request: RequestId(random.id()),
-            prompt,
+            prompt: prompt.into(),
             max_new_tokens: max_new_tokens.max(1),
             stop_tokens: Vec::new(),
             seed: random.next(),
@@ -215,14 +216,14 @@ impl Given {
         }
     }
 
-    fn tokens(&self, nth: u64, num: u32) -> impl Iterator<Item = u32> {
+    fn tokens(&self, nth: u64, num: u32) -> Vec<u32> {
         let mut random = workload::Random::new(self.seed, nth);
-        (0..num.max(1)).map(move |_| random.between(TOKENS.0, TOKENS.1))
+        (0..num.max(1)).map(move |_| random.between(TOKENS.0, TOKENS.1)).collect()
     }
 
     fn prompt(&self, prompt: &Prompt) -> Vec<u32> {
         match prompt {
-            Prompt::Unique { nth, tokens } => self.tokens(*nth, *tokens).collect(),
+            Prompt::Unique { nth, tokens } => self.tokens(*nth, *tokens),
             Prompt::Blocks { ids, block, tokens } => {
                 let all = ids.iter().flat_map(|id| self.tokens(BLOCKS + id, *block));
                 all.take(*tokens as usize).collect()

@@ -8,6 +8,7 @@ use baton_handoff::Time;
 use crate::context::Context;
 use crate::faults::{self, Fault};
 use crate::fidelity::Fidelity;
+use crate::graph::WaitGraph;
 use crate::load::Clients;
 use crate::network::{Arrival, Network, Node, PING_TIMEOUT, Payload};
 use crate::queue::{Event, Queue, RouterEvent, WorkerEvent};
@@ -15,6 +16,7 @@ use crate::random::Random;
 use crate::router::{Ask, Router};
 use crate::serve::Given;
 use crate::waits::{LINE, Waits};
+use crate::warm::Warming;
 use crate::worker::{DRAIN_TIMEOUT, Worker, timers};
 use crate::{Faults, Report, ServeConfig, Served, Shape, SimConfig, Violation, check};
 
@@ -92,8 +94,7 @@ impl World {
             random,
             report: Report { num_runs: 1, ..Report::default() },
             waits: Waits::new(&timers(&shape), LINE),
-            holds_changed: false,
-            num_unchecked_holds: 0,
+            graph: WaitGraph::default(),
             broken: None,
             over: None,
             trace: None,
@@ -145,7 +146,10 @@ impl World {
     }
 
     fn go(&mut self) {
-        while let Some((at, event)) = self.context.queue.pop() {
+        let mut warming = Warming::default();
+        loop {
+            warming.warm(&mut self.context, &self.routers, &self.workers);
+            let Some((at, event)) = self.context.queue.pop() else { break };
             self.context.now = at;
             self.context.report.num_events += 1;
             if at > self.time_limit {
@@ -153,9 +157,7 @@ impl World {
             }
             self.event(event);
             self.follow();
-            if std::mem::take(&mut self.context.holds_changed) {
-                check::no_deadlock(&mut self.context, &self.workers);
-            }
+            check::no_deadlock(&mut self.context);
             if self.context.broken.is_some() {
                 break;
             }
@@ -304,7 +306,7 @@ impl World {
         let now = self.context.now;
         count_work(&mut self.context.report, &self.workers[worker]);
         self.workers[worker].die();
-        self.context.holds_changed = true;
+        self.context.graph.forget(worker);
         self.tell_routers(worker);
         self.context.network.cut_all(&mut self.context.queue, now, Node::Worker(worker));
     }

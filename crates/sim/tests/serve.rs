@@ -7,7 +7,9 @@ use baton_sim::workload::{
     Arrival, Gaps, Lengths, Pace, Prompt, Streams, TRACE_BLOCK_TOKENS, TraceShape, UniqueShape, Workload,
     made_trace, reused_tokens, unique_arrivals,
 };
-use baton_sim::{Durations, Layout, Measured, Noise, ServeConfig, Served, Shape, WorkerShape, serve};
+use baton_sim::{
+    Durations, Layout, Measured, MeasuredKind, MeasuredSteps, ServeConfig, Served, Shape, WorkerShape, serve,
+};
 
 fn served(config: &ServeConfig) -> Served {
     serve(config).unwrap_or_else(|violation| panic!("{violation}"))
@@ -107,6 +109,12 @@ fn a_made_trace_hits_the_prefix_caches() {
     assert!(ms(&cached.ttft, 0.5) < ms(&uncached.ttft, 0.5));
 }
 
+/// All workers, and all kinds of steps, alike.
+fn measured(cost: StepCost, ratios: &[(f64, f64)]) -> Measured {
+    let kind = MeasuredKind { from_prompt_tokens: 0, cost, ratios: ratios.to_vec() };
+    Measured { workers: vec![MeasuredSteps { planned: cost, kinds: vec![kind] }] }
+}
+
 /// Streams of steps of 10 ms; a prompt takes a second in one step.
 fn with_streams(shape: Shape) -> ServeConfig {
     let cost = StepCost { fixed_s: 10e-3, per_token_s: 1e-3, per_context_token_s: 0.0 };
@@ -115,7 +123,7 @@ fn with_streams(shape: Shape) -> ServeConfig {
     let streams = Streams { num: 4, prompt_tokens: 16, output_tokens: 100 };
     ServeConfig {
         workload: Workload { streams, quiet: Duration::from_secs(2), ..config.workload },
-        measured: Some(Measured { costs: vec![cost], noise: Noise::default() }),
+        measured: Some(measured(cost, &[])),
         ..config
     }
 }
@@ -148,8 +156,10 @@ fn noise_spreads_gaps_and_keeps_their_mean() {
     // Long, so that few gaps are those of a stream that begins again.
     quiet.workload.quiet = Duration::from_secs(60);
     quiet.workload.streams.output_tokens = 2_000;
-    let noise = Noise { p90: 1.2, p99: 1.6, max: 2.0 };
-    let measured = quiet.measured.clone().map(|measured| Measured { noise, ..measured });
+    let cost = quiet.measured.as_ref().map(|measured| measured.workers[0].planned).unwrap();
+    // Their mean is 1.
+    let ratios = [(0.0, 0.95), (0.5, 0.95), (0.9, 1.0), (0.99, 1.52), (1.0, 2.0)];
+    let measured = Some(measured(cost, &ratios));
     let (even, noisy) = (served(&quiet), served(&ServeConfig { measured, ..quiet.clone() }));
     let spread = |served: &Served| ms(&served.quiet_itl, 0.99) / ms(&served.quiet_itl, 0.5);
     assert!((spread(&even) - 1.0).abs() < 0.03 && (spread(&noisy) - 1.6).abs() < 0.1, "{}", spread(&noisy));

@@ -6,6 +6,7 @@
 mod format;
 mod gauges;
 mod late;
+mod profile;
 mod router;
 mod spans;
 mod traced;
@@ -20,6 +21,7 @@ pub type Seconds = prometheus_client::metrics::counter::Counter<f64, std::sync::
 
 pub use format::{OPEN_METRICS, PLAIN};
 pub use late::LateMessages;
+pub use profile::{STEP_SHARES, StepKindGauges};
 pub use router::{RouterMetrics, WorkerCount};
 pub use traced::TracedHistogram;
 pub use worker::{BlockCounts, StageGauges, StepCostGauges, VllmGauges, WorkerMetrics};

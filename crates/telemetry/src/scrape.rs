@@ -10,6 +10,14 @@ pub const STEP_COST: &str = "baton_step_cost_seconds";
 pub const STEP_COST_RESIDUAL: &str = "baton_step_cost_residual";
 /// The label of a part of a cost.
 pub const PART: &str = "part";
+/// What a turn of a worker's loop takes by the kind of its step and by part as [`STEP_COST`] has them, in seconds; of workers.
+pub const STEP_PROFILE: &str = "baton_step_profile_seconds";
+/// How many times that a share of the steps takes at most, by kind and share; of workers.
+pub const STEP_PROFILE_RATIO: &str = "baton_step_profile_ratio";
+/// The label of a kind of steps.
+pub const KIND: &str = "kind";
+/// The label of a share, 0 to 1.
+pub const SHARE: &str = "share";
 /// Blocks of a worker's pool.
 pub const BLOCKS_CONFIGURED: &str = "baton_blocks_total_configured";
 /// The label of a cause.
@@ -39,6 +47,13 @@ impl Scrape {
     pub fn sum(&self, name: &str) -> Option<f64> {
         let values = self.series.iter().filter(|series| series.name == name).map(|series| series.value);
         values.reduce(|sum, value| sum + value)
+    }
+
+    /// Those series whose label has this value.
+    #[must_use]
+    pub fn only(&self, label: &str, value: &str) -> Self {
+        let has = |series: &&Series| series.labels.iter().any(|(key, found)| key == label && found == value);
+        Self { series: self.series.iter().filter(has).cloned().collect() }
     }
 
     /// Sums over all series of this name by the value of one label, in the order in which they came.
@@ -108,5 +123,7 @@ mod tests {
         assert_eq!(scrape.sum("missing"), None);
         assert_eq!(scrape.by_label("b", "x"), [("1", 6.5), ("2", 1.0)]);
         assert_eq!(scrape.by_label("b", "y"), [("}\"", 2.5), ("z", 1.0)]);
+        assert_eq!(scrape.only("x", "1").by_label("b", "x"), [("1", 6.5)]);
+        assert_eq!(scrape.only("y", "z").sum("b"), Some(1.0));
     }
 }

@@ -101,7 +101,8 @@ impl TimingEngine {
                 Logits::All => return bad(format!("row {nth}: a timing engine has no logits")),
             }
         }
-        match plan.blocks.iter().find(|block| **block as usize >= self.config.num_blocks) {
+        // The largest, and not the first that is too large: that is looked for in many at a time.
+        match plan.blocks.iter().copied().max().filter(|block| *block as usize >= self.config.num_blocks) {
             Some(block) => bad(format!("block {block} of {}", self.config.num_blocks)),
             None => Ok(()),
         }

@@ -124,6 +124,14 @@ impl Bulk {
         }
     }
 
+    /// Rings of either kind that no stream has and the next ones get; for tests.
+    pub fn num_kept_rings(&self) -> usize {
+        let shared = self.ways.shared.as_ref();
+        let shared = shared.map(|shared| shared.idle.lock().unwrap_or_else(PoisonError::into_inner).len());
+        let device = self.ways.device.as_ref().map(|device| device.num_kept_rings());
+        shared.unwrap_or_default() + device.unwrap_or_default()
+    }
+
     pub(crate) fn channel(&self) -> Channel {
         self.channel.clone()
     }

@@ -13,7 +13,8 @@ pub fn append(crc: u32, bytes: &[u8]) -> u32 {
 
 /// Copies bytes, and returns the CRC-32C of what `crc` covers followed by them: while some are summed, the next ones come from memory. Each is
 /// looked at once, so what is summed is what is written, even if another process changes the source meanwhile.
-/// With `far`, they are written past the caches: nobody reads them soon.
+/// With `far`, they are written past the caches, since nobody reads them soon; [`order_streamed`] must follow on this thread before anybody else may get at
+/// them, to read or to write.
 ///
 /// # Safety
 /// `from` covers `to.len()` bytes outside `to`.
@@ -33,6 +34,16 @@ pub(crate) unsafe fn append_copied(crc: u32, from: *const u8, to: &mut [u8], far
     // SAFETY: so many bytes are left from there on.
     unsafe { std::ptr::copy_nonoverlapping(from.add(done), rest.as_mut_ptr(), rest.len()) };
     crc32c::crc32c_append(crc, rest)
+}
+
+/// What this thread wrote past the caches comes before whatever it writes from here on: streaming stores are ordered by no lock and no atomic. Once for many
+/// copies, since it waits until all of them have reached memory.
+pub(crate) fn order_streamed() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every CPU of this kind has the instruction, and it touches no memory.
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
 }
 
 /// Bytes of one step of folding.
@@ -145,10 +156,6 @@ mod wide {
                 *sum = _mm512_ternarylogic_epi64::<0x96>(low, high, take(at + nth * 64));
             }
         }
-        if MODE == STREAM {
-            // Streaming stores are ordered by no lock and no atomic.
-            _mm_sfence();
-        }
         // SAFETY: both are 256 bytes.
         join(unsafe { std::mem::transmute::<[__m512i; 4], [__m128i; LANES]>(sums) })
     }
@@ -183,9 +190,6 @@ mod wide {
                 let high = _mm256_clmulepi64_epi128::<0x11>(*sum, by);
                 *sum = _mm256_xor_si256(_mm256_xor_si256(low, high), take(at + nth * 32));
             }
-        }
-        if MODE == STREAM {
-            _mm_sfence();
         }
         // SAFETY: both are 256 bytes.
         join(unsafe { std::mem::transmute::<[__m256i; 8], [__m128i; LANES]>(sums) })

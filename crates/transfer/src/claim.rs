@@ -69,6 +69,11 @@ impl Entry {
         }
     }
 
+    /// Of the whole stream.
+    pub(crate) const fn total_bytes(&self) -> u64 {
+        self.total_bytes
+    }
+
     /// What was verified up to now.
     pub(crate) fn progress(&self) -> v1::PushProgress {
         let news = self.news.borrow();

@@ -150,6 +150,11 @@ impl DeviceWay {
         !self.refused.load(Ordering::Relaxed)
     }
 
+    /// Rings that no stream has and the next ones get, of any peer.
+    pub(crate) fn num_kept_rings(&self) -> usize {
+        self.rings.state().idle.len()
+    }
+
     /// A ring for a stream with frames of at most `frame_bytes`; `None`: it goes another way.
     pub(crate) fn lend(&self, frame_bytes: usize) -> Option<LentRing> {
         if !self.is_open() || frame_bytes > DEVICE_RING_BYTES / 4 {

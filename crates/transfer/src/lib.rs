@@ -57,7 +57,8 @@ pub use transport::Transport;
 /// within a tenth of each other, 1 MiB takes a fifth more CPU time; a smaller frame is resent and paced more finely.
 pub const FRAME_BYTES: usize = 128 * 1024;
 
-/// The same for payloads in shared memory: each costs two small messages, so fewer and larger ones are cheaper.
+/// The same for payloads in shared memory: each costs two small messages, so fewer and larger ones are cheaper; 1 MiB
+/// took less CPU time, but left the two ends less to do at the same time: 12.1 to 12.5 instead of 12.7 to 13.6 GB/s.
 pub const SHARED_FRAME_BYTES: usize = 512 * 1024;
 
 /// The same for payloads in device memory, where each costs a launch and a wait besides: as large as a ring in shared memory takes, so that a

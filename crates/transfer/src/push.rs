@@ -23,8 +23,8 @@ use crate::service::PUSH_PATH;
 /// Frames between the sender and the encoder; more would only delay a resend.
 const FRAMES_IN_FLIGHT: usize = 2;
 
-/// How long a stream that was given up is listened to, before its ring rests.
-const LAST_WORD: Duration = Duration::from_secs(2);
+/// How long the ring of a fenced stream waits for the destination's word that it reads no more. The ring is one of few, so not long.
+const RETIRE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Largest message of the bulk service: a frame and its header.
 pub(crate) const MAX_MESSAGE_BYTES: usize = MAX_FRAME_BYTES + 4096;
@@ -61,30 +61,49 @@ impl PushTask {
 
     /// Runs until everything is delivered, refused or fenced.
     pub(crate) async fn run(self) {
+        let total_bytes = self.shared.total_bytes();
+        let fenced = self.push().await;
+        // From here on nothing pins blocks or keeps the driver waiting.
+        drop(self);
+        if let Some(stream) = fenced {
+            stream.retire(total_bytes).await;
+        }
+    }
+
+    /// Returns the stream that was open when it was fenced.
+    async fn push(&self) -> Option<Stream> {
         let mut reopened = false;
         while let Some(from) = self.opening().await {
-            match self.stream_best_way(from, reopened).await {
-                Ended::Fenced => return,
-                Ended::Delivered => return self.tell(SenderEvent::Delivered).await,
+            let (ended, stream) = self.stream_best_way(from, reopened).await;
+            match ended {
+                Ended::Fenced => return Some(stream),
+                Ended::Delivered => {
+                    stream.keep_ring();
+                    self.tell(SenderEvent::Delivered).await;
+                    return None;
+                }
                 Ended::Refused(cause, detail) => {
-                    return self.tell(SenderEvent::Refused { cause, detail }).await;
+                    self.tell(SenderEvent::Refused { cause, detail }).await;
+                    return None;
                 }
                 Ended::Lost(detail) | Ended::Unmapped(detail) => {
+                    drop(stream);
                     self.tell(SenderEvent::Lost { detail }).await;
                 }
             }
             reopened = true;
         }
+        None
     }
 
     /// A stream over the best way that the destination takes: through device memory, through shared memory, in its messages.
-    async fn stream_best_way(&self, from: u64, reopened: bool) -> Ended {
+    async fn stream_best_way(&self, from: u64, reopened: bool) -> (Ended, Stream) {
         loop {
             let lent = self.bulk.lend(self.frame_bytes);
             let way = lent.as_ref().map(Lent::transport);
             match (self.stream(from, reopened, lent).await, way) {
                 // Each way is closed once, so this ends.
-                (Ended::Unmapped(why), Some(way)) => self.bulk.stop(way, &why),
+                ((Ended::Unmapped(why), _), Some(way)) => self.bulk.stop(way, &why),
                 (ended, _) => return ended,
             }
         }
@@ -110,7 +129,7 @@ impl PushTask {
     }
 
     /// With a ring, payloads lie in it.
-    async fn stream(&self, from: u64, reopened: bool, lent: Option<Lent>) -> Ended {
+    async fn stream(&self, from: u64, reopened: bool, lent: Option<Lent>) -> (Ended, Stream) {
         let (frames, outgoing) = mpsc::channel(FRAMES_IN_FLIGHT);
         let place = lent.as_ref().map(Lent::opening).unwrap_or_default();
         let mut link =
@@ -118,16 +137,7 @@ impl PushTask {
         // The queue is empty: this can't fail.
         let _ = frames.try_send(Outgoing::opening(&self.shared.key, place));
         let ended = self.feed(&frames, &mut link, from, reopened).await;
-        match (&ended, &link.lent) {
-            (Ended::Delivered, _) => link.give_back(),
-            // The commit may be quicker than the last answer of the stream. Nothing of the handoff but the ring is held meanwhile.
-            (Ended::Fenced, Some(Lent::Device(_))) => {
-                drop(frames);
-                tokio::spawn(link.ended_by_the_destination(self.shared.total_bytes()));
-            }
-            _ => {}
-        }
-        ended
+        (ended, Stream { link, _frames: frames })
     }
 
     /// Sends frames and listens to answers until the stream ends.
@@ -282,6 +292,34 @@ impl WaitClock {
     }
 }
 
+/// A stream on which nothing more is sent. Dropped, it is closed; a ring in shared memory that it has is gone then, one in device memory rests.
+struct Stream {
+    link: Link,
+    /// While it is there the destination waits for frames, and does not take their end for a loss.
+    _frames: mpsc::Sender<Outgoing>,
+}
+
+impl Stream {
+    /// Keeps the ring for another stream, since the destination reads no more of it.
+    fn keep_ring(self) {
+        if let Some(lent) = self.link.lent {
+            lent.give_back();
+        }
+    }
+
+    /// Keeps the ring if the destination soon says that it reads no more: it has everything, or knows that the handoff is over. To make another takes
+    /// the system a millisecond or two in which nothing else runs on this core, and most handoffs end with a fence: the commit comes first.
+    /// With frames that carry their payload there is nothing to keep, and the stream is closed at once.
+    async fn retire(mut self, total_bytes: u64) {
+        if self.link.lent.is_some()
+            && let Ok(true) =
+                tokio::time::timeout(RETIRE_TIMEOUT, self.link.is_read_no_more(total_bytes)).await
+        {
+            self.keep_ring();
+        }
+    }
+}
+
 /// One stream: the call, the answers to it, and the ring with its payloads.
 struct Link {
     call: Call,
@@ -315,28 +353,15 @@ impl Link {
         }
     }
 
-    /// Keeps the ring for another stream.
-    fn give_back(self) {
-        if let Some(lent) = self.lent {
-            lent.give_back();
-        }
-    }
-
-    /// Waits a while for the destination's last word on a stream that was given up here: it says it when it reads no more of the ring, which then
-    /// need not rest.
-    async fn ended_by_the_destination(mut self, total_bytes: u64) {
-        let last_word = async {
-            loop {
-                match self.answer().await {
-                    Ok(Some(progress)) if progress.bytes < total_bytes => {}
-                    Ok(_) => return true,
-                    // Anything else may come from a connection that broke.
-                    Err(status) => return status.code() == Code::Aborted,
-                }
+    /// Waits for the destination's last word, and returns whether that tells that it reads nothing more. A broken connection does not.
+    async fn is_read_no_more(&mut self, total_bytes: u64) -> bool {
+        loop {
+            match self.answer().await {
+                Ok(Some(progress)) if progress.bytes < total_bytes => {}
+                Ok(_) => return true,
+                // Only the destination itself gives these: the handoff is over, or it never knew it.
+                Err(status) => return matches!(status.code(), Code::Aborted | Code::NotFound),
             }
-        };
-        if tokio::time::timeout(LAST_WORD, last_word).await == Ok(true) {
-            self.give_back();
         }
     }
 

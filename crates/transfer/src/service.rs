@@ -115,6 +115,10 @@ async fn push(
         entry.traced(trace);
     }
     let view = receivers.view(&opening).map_err(Status::failed_precondition)?;
+    if let Some(View::Shared(view)) = &view {
+        // Payloads begin at the memory's first byte, so a short stream comes no further.
+        view.populate(usize::try_from(entry.total_bytes()).unwrap_or(usize::MAX));
+    }
     let (answers, answered) = mpsc::channel(2);
     match entry.claim(TAKEOVER_TIMEOUT).await {
         Claimed::Writer(claim) => {

@@ -19,6 +19,9 @@ const SEALS: libc::c_int =
 /// What the link in `/proc` of such a file says.
 const LINK: &str = "/memfd:baton-kv";
 
+/// What the system is asked for at a time: in a call that takes all of a ring nobody else has the core for a millisecond.
+const PIECE_BYTES: usize = 128 * 1024;
+
 /// A mapping; who may touch which byte is the holder's affair.
 struct Map {
     base: NonNull<u8>,
@@ -34,20 +37,24 @@ impl Map {
     fn new(file: &File, len: usize, protection: libc::c_int) -> io::Result<Self> {
         // SAFETY: a new mapping at an address of the system's choice touches no memory of ours.
         let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                protection,
-                libc::MAP_SHARED | libc::MAP_POPULATE,
-                file.as_raw_fd(),
-                0,
-            )
+            libc::mmap(std::ptr::null_mut(), len, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
         };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Self { base, len })
+    }
+
+    /// Takes the page faults of the first `len` bytes now, in pieces: others may have the core between them.
+    fn populate(&self, len: usize, advice: libc::c_int) {
+        let end = len.min(self.len);
+        for start in (0..end).step_by(PIECE_BYTES) {
+            let len = PIECE_BYTES.min(end - start);
+            // SAFETY: the range lies within the mapping, whose content this does not change. Refused (before Linux 5.14), it is the first use of a
+            // page that faults.
+            unsafe { libc::madvise(self.base.as_ptr().add(start).cast(), len, advice) };
+        }
     }
 
     /// Whether `len` bytes from `offset` on lie within.
@@ -86,12 +93,16 @@ impl SharedMemory {
         }
         // SAFETY: the descriptor is open and nobody else's.
         let file = unsafe { File::from_raw_fd(fd) };
-        let size = libc::off_t::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
-        // SAFETY: the call touches no memory of ours.
-        if unsafe { libc::fallocate(fd, 0, 0, size) } != 0 {
-            return Err(io::Error::last_os_error());
+        for start in (0..len).step_by(PIECE_BYTES) {
+            let offset = |at: usize| libc::off_t::try_from(at).map_err(|_| io::ErrorKind::InvalidInput);
+            let (start, size) = (offset(start)?, offset(PIECE_BYTES.min(len - start))?);
+            // SAFETY: the call touches no memory of ours.
+            if unsafe { libc::fallocate(fd, 0, start, size) } != 0 {
+                return Err(io::Error::last_os_error());
+            }
         }
         let map = Map::new(&file, len, libc::PROT_READ | libc::PROT_WRITE)?;
+        map.populate(len, libc::MADV_POPULATE_WRITE);
         // SAFETY: as above.
         if unsafe { libc::fcntl(fd, libc::F_ADD_SEALS, SEALS) } != 0 {
             return Err(io::Error::last_os_error());
@@ -141,6 +152,11 @@ impl SharedView {
     /// Bytes.
     pub(crate) const fn len(&self) -> usize {
         self.map.len
+    }
+
+    /// Takes the page faults of the first `len` bytes now; more than there are is all.
+    pub(crate) fn populate(&self, len: usize) {
+        self.map.populate(len, libc::MADV_POPULATE_READ);
     }
 
     /// As [`SharedView::read`], and appends the bytes to `crc`; they are written past the caches.

@@ -226,6 +226,8 @@ impl Writer {
         let (layer, first) = (frame.layer as usize, frame.first_block as usize);
         let no_part = || Fault::Protocol(format!("frame {}: its payload is too short", frame.index));
         let (num_tokens, layout) = (frame.tail_tokens as usize, self.memory.layout());
+        // Also where a fault ends it: the blocks may be another's then.
+        let _in_order = OrderStreamed;
         // A part of the last block, or a whole one.
         let block_bytes = payload.len().min(layout.block_layer_bytes());
         for nth in 0..frame.num_blocks as usize {
@@ -245,6 +247,8 @@ impl Writer {
             self.unyielded += block_bytes;
             if self.unyielded >= SLICE_BYTES {
                 self.unyielded = 0;
+                // The rest may be written by another thread.
+                checksum::order_streamed();
                 tokio::task::yield_now().await;
             }
         }
@@ -260,6 +264,15 @@ impl Writer {
         self.unyielded = 0;
         tokio::task::yield_now().await;
         Ok(crc)
+    }
+}
+
+/// Dropped, it orders what was streamed before what follows.
+struct OrderStreamed;
+
+impl Drop for OrderStreamed {
+    fn drop(&mut self) {
+        checksum::order_streamed();
     }
 }
 

@@ -140,6 +140,72 @@ async fn a_ring_serves_one_stream_after_another() {
     assert_eq!(bulk.transport(), Transport::Shm);
 }
 
+/// Waits until so many rings are kept.
+async fn keeps(bulk: &Bulk, num: usize) {
+    let kept = async {
+        while bulk.num_kept_rings() != num {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let within = tokio::time::timeout(PATIENCE, kept).await;
+    assert!(within.is_ok(), "{} rings are kept, not {num}", bulk.num_kept_rings());
+}
+
+/// Most senders are fenced before they hear that everything was delivered: the commit comes on another connection.
+#[tokio::test]
+async fn a_fenced_stream_leaves_its_ring_once_the_destination_reads_no_more() {
+    let (layout, rng) = (layout(3, 2, 64, 16), &mut Rng(26));
+    let span = TokenSpan { prompt_tokens: 208, skip_tokens: 0 };
+    let total = span.bytes(&layout);
+    let destination = Destination::start(&layout, 60).await;
+    let bulk = destination.shared();
+    for (n, is_whole) in [(1, true), (2, false), (3, true), (4, false)] {
+        let mut origin = Origin::new(&layout, span, rng);
+        let table = destination.reserve(span, rng);
+        let mut receiver = destination.grant(key(n), span, &table);
+        let sender = origin.sender(key(n), span, bulk.clone(), total);
+        assert_eq!(bulk.num_kept_rings(), usize::from(n > 1));
+        origin.progress.tokens_done(if is_whole { span.prompt_tokens } else { 32 });
+        sender.transmit(total);
+        while receiver.report().bytes < if is_whole { total } else { total / 13 * 2 } {
+            let heard = tokio::time::timeout(PATIENCE, receiver.next()).await.expect("an event");
+            assert!(matches!(heard, Some(ReceiverEvent::Verified { .. })), "{heard:?}");
+        }
+        assert_eq!(bulk.num_kept_rings(), 0, "one is in use");
+        drop(sender);
+        if !is_whole {
+            origin.table = BlockTable::new();
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            let counts = origin.pool.counts();
+            assert_eq!(counts.free, counts.total, "blocks don't wait for the ring");
+            assert_eq!(bulk.num_kept_rings(), 0, "the destination may still read it");
+            receiver.fence();
+        }
+        keeps(&bulk, 1).await;
+    }
+}
+
+#[tokio::test]
+async fn the_ring_of_a_destination_that_says_nothing_is_given_up() {
+    let (layout, rng) = (layout(3, 2, 64, 16), &mut Rng(27));
+    let span = TokenSpan { prompt_tokens: 208, skip_tokens: 0 };
+    let destination = Destination::start(&layout, 60).await;
+    let (origin, bulk) = (Origin::new(&layout, span, rng), destination.shared());
+    let table = destination.reserve(span, rng);
+    let mut receiver = destination.grant(key(1), span, &table);
+    let sender = origin.sender(key(1), span, bulk.clone(), span.bytes(&layout));
+    origin.progress.tokens_done(32);
+    sender.transmit(span.bytes(&layout));
+    let next = async |receiver: &mut Receiver| tokio::time::timeout(PATIENCE, receiver.next()).await.unwrap();
+    while receiver.report().bytes == 0 {
+        assert!(matches!(next(&mut receiver).await, Some(ReceiverEvent::Verified { .. })));
+    }
+    drop(sender);
+    // The stream ends with it.
+    while !matches!(next(&mut receiver).await, Some(ReceiverEvent::Lost { .. })) {}
+    assert_eq!(bulk.num_kept_rings(), 0);
+}
+
 /// Two blocks of one layer, one frame each.
 const SPAN: TokenSpan = TokenSpan { prompt_tokens: 32, skip_tokens: 0 };
 

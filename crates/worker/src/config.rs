@@ -77,7 +77,7 @@ pub struct WorkerConfig {
     pub precision: String,
 
     /// Rounds the weights while they are loaded: 'none' keeps them as stored, 'int8' takes 8 bits for each where the model has F32,
-    /// F16 or BF16 (safetensors); the same on all workers
+    /// F16 or BF16 (safetensors), on a CUDA device whatever it has; the same on all workers
     #[arg(long, env = "BATON_QUANTIZE", value_name = "NAME", default_value = "none")]
     pub quantize: Quantize,
 
@@ -117,6 +117,11 @@ pub struct WorkerConfig {
     #[arg(long, env = "BATON_ISA", value_name = "NAME", default_value = "auto",
           value_parser = ["auto", "amx", "avx512", "avx2", "portable"])]
     pub isa: String,
+
+    /// CUDA devices: launch a step that only decodes as one graph, which is captured when its size comes a second time: on or off
+    #[arg(long, env = "BATON_CUDA_GRAPHS", value_name = "on|off", default_value = "on", value_parser = on_off,
+          action = clap::ArgAction::Set)]
+    pub cuda_graphs: bool,
 
     /// Time that running requests get to end after SIGTERM, in seconds, 0 to 3600
     #[arg(long, env = "BATON_DRAIN_TIMEOUT", value_name = "SECONDS", default_value = "5", value_parser = seconds)]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use baton_engine::{
     CpuEngine, CpuEngineConfig, CudaEngine, CudaEngineConfig, CudaFound, CudaPlan, EnginePlan, MemoryNeeded,
-    Precision, Quantize, cuda_free_bytes,
+    Precision, cuda_free_bytes,
 };
 use baton_kv::{BlockMemory, KvDtype, KvLayout};
 use baton_model::Model;
@@ -95,6 +95,7 @@ impl PlannedEngine {
                     block_size: engine.block_size,
                     kv_dtype: engine.kv_dtype,
                     quantize: engine.quantize,
+                    graphs: config.cuda_graphs,
                     max_step_tokens: engine.max_step_tokens,
                 };
                 let plan = CudaPlan::new(model, &engine)?;
@@ -188,9 +189,6 @@ fn check_options(engine: &CpuEngineConfig) -> Result<(), WorkerError> {
             "f32 is not possible on a CUDA device; auto computes in 16 bits".to_owned(),
         );
     }
-    if engine.quantize != Quantize::None {
-        return refuse("--quantize", format!("{} is not possible on a CUDA device", engine.quantize));
-    }
     if !matches!(engine.kv_dtype, KvDtype::F16 | KvDtype::BF16) {
         return refuse(
             "--kv-dtype",
@@ -202,6 +200,8 @@ fn check_options(engine: &CpuEngineConfig) -> Result<(), WorkerError> {
 
 #[cfg(test)]
 mod tests {
+    use baton_engine::Quantize;
+
     use super::*;
 
     #[test]
@@ -219,9 +219,9 @@ mod tests {
     fn what_a_cuda_device_does_not_have_is_refused_before_one_is_looked_for() {
         let engine = CpuEngineConfig::default();
         check_options(&engine).unwrap();
+        check_options(&CpuEngineConfig { quantize: Quantize::Int8, ..engine.clone() }).unwrap();
         for (engine, option) in [
             (CpuEngineConfig { precision: Precision::F32, ..engine.clone() }, "--precision"),
-            (CpuEngineConfig { quantize: Quantize::Int8, ..engine.clone() }, "--quantize"),
             (CpuEngineConfig { kv_dtype: KvDtype::Fp8, ..engine.clone() }, "--kv-dtype"),
             (CpuEngineConfig { kv_dtype: KvDtype::F32, ..engine }, "--kv-dtype"),
         ] {

@@ -43,8 +43,8 @@ pub use service::{HEARTBEAT, MAX_WATCHERS};
 pub use size::ByteSize;
 pub use state::{Lifecycle, State};
 pub use steps::{
-    AvoidedStall, Built, CacheView, LayerSink, Load, Owner, RunStats, Sequence, SequenceEvent, Stall,
-    Stamped, StepHandle, StepRates, StepThread, StepThreadOptions, Submission, prefill_seconds,
-    refusal_cause,
+    AvoidedStall, Built, CacheView, KindProfile, LayerSink, Load, Owner, RunStats, Sequence, SequenceEvent,
+    Stall, Stamped, StepHandle, StepKind, StepRates, StepThread, StepThreadOptions, Submission,
+    prefill_seconds, refusal_cause,
 };
 pub use threads::Niceness;

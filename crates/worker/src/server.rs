@@ -9,7 +9,9 @@ use axum::http::{HeaderMap, header};
 use baton_handoff::InstanceId;
 use baton_kv::KvLayout;
 use baton_proto::v1;
-use baton_telemetry::metrics::{BlockCounts, StageGauges, StepCostGauges, VllmGauges, WorkerMetrics};
+use baton_telemetry::metrics::{
+    BlockCounts, StageGauges, StepCostGauges, StepKindGauges, VllmGauges, WorkerMetrics,
+};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tonic::service::Routes;
@@ -21,7 +23,7 @@ use crate::links::LinkRates;
 use crate::load::{self, Scheduling};
 use crate::service::WorkerService;
 use crate::state::{Lifecycle, State};
-use crate::steps::{StepHandle, StepThread, StepThreadOptions};
+use crate::steps::{KindProfile, StepHandle, StepThread, StepThreadOptions};
 use crate::threads::{Niceness, Threads};
 use crate::{Clock, Core, WorkerConfig, WorkerError, identity};
 
@@ -281,6 +283,17 @@ fn report_metrics(metrics: &WorkerMetrics, loaded: &Loaded) {
             per_context_token_s: cost.per_context_token_s,
             residual,
         })
+    });
+    let steps = loaded.steps.clone();
+    metrics.read_step_profile(move || {
+        let gauges = |profile: KindProfile| StepKindGauges {
+            kind: profile.kind.name(),
+            fixed_s: profile.cost.fixed_s,
+            per_token_s: profile.cost.per_token_s,
+            per_context_token_s: profile.cost.per_context_token_s,
+            ratios: profile.ratios,
+        };
+        steps.step_profile().into_iter().map(gauges).collect()
     });
     let load = loaded.steps.load();
     metrics.read_requests(move || {

@@ -192,6 +192,37 @@ fn of_many_stalls_the_longest_of_each_sequence_are_shown() {
     assert_eq!(of(runs[1]), [20; 3]);
 }
 
+/// Sixteen sequences with sixteen stalls each are more than a recorder holds: what they lie below is in it all the same.
+#[test]
+fn however_many_sequences_stall_nothing_is_left_without_its_parent() {
+    let (spans, _) = record(called(RESERVE), |spans| {
+        spans.registered(ms(100));
+        spans.begin(ms(100));
+        for n in 0..16 {
+            spans.chunk((ms(100 + n), ms(101 + n)), 16 * (n as usize + 1));
+        }
+        spans.run_computed(ms(120), ms(100), 0);
+        for sequence in 0..16 {
+            for n in 0..16 {
+                spans.stall(&stall(sequence, 200 + 50 * n, 20 + n));
+            }
+        }
+        for sequence in 0..16 {
+            spans.ran(sequence, ms(2_000), &RunStats::default());
+        }
+        spans.end(ms(2_000), Cause::Duplicate);
+    });
+    let decode = one(&spans, name::DECODE);
+    let runs: Vec<&Span> = spans.iter().filter(|span| span.name() == name::DECODE_RUN).collect();
+    assert_eq!(runs.len(), 16);
+    assert!(runs.iter().all(|run| run.parent() == Some(decode.id())));
+    let stalls: Vec<&Span> = spans.iter().filter(|span| span.name() == name::DECODE_STALL).collect();
+    assert!(stalls.iter().all(|stall| runs.iter().any(|run| stall.parent() == Some(run.id()))));
+    // The four longest of each.
+    assert_eq!(stalls.len(), 64);
+    assert!(stalls.iter().all(|stall| number(stall, names::STALL_BLOCKED_MS) >= 32.0));
+}
+
 #[test]
 fn a_failed_leg_says_so_and_one_that_could_never_go_on_has_no_decode() {
     let failed = |begun: bool| {

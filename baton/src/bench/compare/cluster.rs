@@ -5,15 +5,12 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use baton_telemetry::scrape::{
-    BLOCKS_CONFIGURED, CAUSE, DECODE_BLOCKED_SECONDS, HOL_AVOIDED_SECONDS, PART, STEP_COST,
-    STEP_COST_RESIDUAL, Scrape,
-};
-use serde::{Deserialize, Serialize};
+use baton_telemetry::scrape::{CAUSE, DECODE_BLOCKED_SECONDS, HOL_AVOIDED_SECONDS, Scrape};
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 use tokio::process::Child;
 
 use super::layout::Start;
+use super::measured::MeasuredWorker;
 use crate::client::Client;
 use crate::exit::Failure;
 use crate::up::{self, Launch};
@@ -151,39 +148,6 @@ pub(super) struct Counts {
     pub(super) blocked_ms: Vec<(String, f64)>,
     /// What each worker's steps cost it by now.
     pub(super) workers: Vec<MeasuredWorker>,
-}
-
-/// A worker, and what its steps cost as it fitted it to the last of them; what a simulation of the same cluster needs. A cost is null before enough
-/// steps ran.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct MeasuredWorker {
-    /// prefill or decode.
-    pub(crate) role: String,
-    /// Blocks of its pool.
-    pub(crate) blocks: Option<u64>,
-    /// Seconds of every step.
-    pub(crate) fixed_s: Option<f64>,
-    /// Seconds of a new token.
-    pub(crate) per_token_s: Option<f64>,
-    /// Seconds of one token that a new one attends over.
-    pub(crate) per_context_token_s: Option<f64>,
-    /// Mean of |expected - measured| / measured over recent steps.
-    pub(crate) residual: Option<f64>,
-}
-
-impl MeasuredWorker {
-    fn of(role: &str, scrape: &Scrape) -> Self {
-        let parts = scrape.by_label(STEP_COST, PART);
-        let part = |name| parts.iter().find(|(part, _)| *part == name).map(|(_, seconds)| *seconds);
-        Self {
-            role: role.to_owned(),
-            blocks: scrape.sum(BLOCKS_CONFIGURED).map(|blocks| blocks as u64),
-            fixed_s: part("fixed"),
-            per_token_s: part("token"),
-            per_context_token_s: part("context_token"),
-            residual: scrape.sum(STEP_COST_RESIDUAL),
-        }
-    }
 }
 
 impl Counts {

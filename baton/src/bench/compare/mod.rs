@@ -6,6 +6,7 @@
 
 pub(crate) mod cluster;
 pub(crate) mod layout;
+pub(crate) mod measured;
 mod options;
 mod outcome;
 mod picture;

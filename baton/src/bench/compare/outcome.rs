@@ -5,14 +5,18 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::cluster::{Counts, MeasuredWorker};
+use super::cluster::Counts;
 use super::layout::{Layout, Split};
+use super::measured::MeasuredWorker;
 use crate::bench::drive::Run;
 use crate::bench::request::Record;
 use crate::bench::stats::{Samples, Summary};
 
 /// A gap that is longer than the undisturbed median by this is a stall, in milliseconds: the workers' own default.
 const STALL_MS: f64 = 20.0;
+
+/// Shares of the gaps that are told, so that whoever compares two runs sees on which side of a step a percentile lies.
+const SHARES: [f64; 12] = [0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.985, 0.99, 0.995, 0.999];
 
 /// What requests are asked to keep to; no bound where there is none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -40,10 +44,14 @@ pub(super) struct Outcome {
     pub(super) duration_s: f64,
     /// Gaps of the background streams while requests arrived; without streams, of all requests.
     pub(super) itl_ms: Option<Summary>,
+    /// The same finer: shares of the gaps, ascending, and how long these are at most.
+    pub(super) itl_shares_ms: Vec<(f64, f64)>,
     /// Gaps of the streams before the first request arrived.
     pub(super) quiet_itl_ms: Option<Summary>,
     /// Of the arriving requests.
     pub(super) ttft_ms: Option<Summary>,
+    /// Of each of them that was answered, in the order of arrival.
+    pub(super) ttft_each_ms: Vec<f64>,
     /// Mean time of an output token after the first, of all whole requests.
     pub(super) tpot_ms: Option<Summary>,
     /// Tokens that came a second, of streams and arrivals.
@@ -140,7 +148,9 @@ impl Outcome {
         Self {
             duration_s,
             itl_ms: itl.summary(),
+            itl_shares_ms: itl.shares(&SHARES),
             quiet_itl_ms: quiet.summary(),
+            ttft_each_ms: run.arrivals.iter().filter_map(Record::ttft).map(ms).collect(),
             ttft_ms: run.arrivals.iter().filter_map(Record::ttft).map(ms).collect::<Samples>().summary(),
             tpot_ms: whole().filter_map(Record::tpot).map(ms).collect::<Samples>().summary(),
             output_tokens_per_s: per_second(run.num_tokens_in_window() as f64),
@@ -278,7 +288,8 @@ mod tests {
         let outcome = Outcome::of(&run(), counts.clone(), slo);
         assert_eq!(outcome.quiet_itl_ms.unwrap().max, 10.0);
         assert_eq!((outcome.itl_ms.unwrap().max, outcome.itl_ms.unwrap().count), (200.0, 3));
-        assert_eq!(outcome.ttft_ms.unwrap().p50, 100.0);
+        assert_eq!((outcome.ttft_ms.unwrap().p50, outcome.ttft_each_ms.as_slice()), (100.0, &[100.0][..]));
+        assert_eq!(outcome.itl_shares_ms.last(), Some(&(0.999, 200.0)));
         assert_eq!((outcome.blocked.client_ms, outcome.blocked.client_stalls), (190.0, 1));
         assert_eq!(outcome.blocked.by_prefills_ms(), Some(182.0));
         assert_eq!(

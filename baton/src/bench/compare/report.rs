@@ -254,8 +254,10 @@ pub(super) mod tests {
         Outcome {
             duration_s: 60.0,
             itl_ms: itl,
+            itl_shares_ms: Vec::new(),
             quiet_itl_ms: flat(usual),
             ttft_ms: flat(ttft),
+            ttft_each_ms: vec![ttft],
             tpot_ms: flat(usual),
             output_tokens_per_s: 8e3 / usual,
             arrivals: 8,

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::Case;
 use super::rig::Rig;
+use crate::bench::process::own_memory;
 
 /// What loading took.
 #[derive(Debug, Serialize)]
@@ -41,13 +42,6 @@ impl Loaded {
             engines: rigs.len(),
         }
     }
-}
-
-/// What the system says of this process.
-fn own_memory(field: &str) -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix(field))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
 }
 
 /// What the machine can do at most.

@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use baton_transfer::append_checksum;
 
-use super::{Sample, thread_cpu_s};
+use super::Sample;
+use crate::bench::process::thread_cpu_s;
 use crate::exit::Failure;
 
 /// Bytes of one write or read.

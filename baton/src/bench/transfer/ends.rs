@@ -16,7 +16,8 @@ use tokio::runtime::{Handle, Runtime};
 use tokio::sync::{oneshot, watch};
 use tonic::transport::server::TcpIncoming;
 
-use super::{Sample, thread_cpu_s};
+use super::Sample;
+use crate::bench::process::thread_cpu_s;
 use crate::exit::Failure;
 
 /// A transfer that takes longer hangs.

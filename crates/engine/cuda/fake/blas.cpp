@@ -53,7 +53,7 @@ std::vector<float> widened(uint64_t address, const Matrix& m) {
 
 // Column-major d = a^T b; k in one order for every element, whatever its row and column.
 void multiply(void* argument) {
-    Work* w = static_cast<Work*>(argument);
+    const Work* w = static_cast<Work*>(argument);
     const auto a = widened(w->a, w->la), b = widened(w->b, w->lb);
     float* d = reinterpret_cast<float*>(w->d);
     const uint64_t k = w->la.rows;
@@ -67,8 +67,9 @@ void multiply(void* argument) {
             for (float sum : sums) total += sum;
             d[n * w->ld.ld + m] = total;
         }
-    delete w;
 }
+
+void release(void* argument) { delete static_cast<Work*>(argument); }
 
 }  // namespace
 
@@ -162,7 +163,7 @@ int cublasLtMatmul(void*, void* product, const float* alpha, uint64_t a, void* l
     if (algorithm && (algorithm[0] != ma.rows || algorithm[1] != ma.cols)) return INVALID;
     if (!fake_owns(a, ma.bytes()) || !fake_owns(b, mb.bytes()) || !fake_owns(d, md.bytes())) return INVALID;
     fake_count(1, 0);
-    return fake_enqueue(stream, multiply, new Work{a, b, d, ma, mb, md}) == 0 ? OK : INVALID;
+    return fake_enqueue(stream, multiply, new Work{a, b, d, ma, mb, md}, release) == 0 ? OK : INVALID;
 }
 
 }  // extern "C"

@@ -10,16 +10,27 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <string>
+#include <vector>
 
 namespace fake {
 
 constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NO_PEER_ACCESS = 217, INVALID_HANDLE = 400,
               NOT_FOUND = 500;
+constexpr int CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_ISOLATION = 905;
 
 struct Event;
 
+// Work that was noted down instead of done: the nodes of a graph.
+struct Capture {
+    std::vector<std::function<void()>> nodes;
+    bool spoilt = false;
+};
+
 struct Stream {
+    std::shared_ptr<Capture> capture;
     std::deque<std::function<void()>> queue;
     uint64_t queued = 0, done = 0;
 };
@@ -60,6 +71,9 @@ struct Device {
     std::map<uintptr_t, size_t> pinned;
     Counts counts;
     int running = 0;
+    // See fake_freeze.
+    std::string frozen_kernel;
+    int frozen_argument = 0;
 
     // Whether all of these bytes are one allocation's.
     bool owns(uintptr_t address, size_t len) const;
@@ -67,17 +81,21 @@ struct Device {
     void* take(size_t len);
     void give_back(uintptr_t base, size_t len);
     void run(Stream& stream, uint64_t until);
+    // Or notes it down, while the stream captures.
     void enqueue(Stream& stream, std::function<void()> work);
+    // What a capture does not bear: an error.
+    int spoil(Stream& stream);
 };
 
 Device& device();
-
 // Whether a context is current on this thread.
-extern thread_local bool has_context;
+bool has_context();
+size_t& captures_of_this_thread();
 
 }  // namespace fake
 
-// For the library of products: queues work that may touch device memory. 0, or an error of the driver's.
-extern "C" int fake_enqueue(void* stream, void (*work)(void*), void* argument);
+// For the library of products: queues work that may touch device memory, once or, in a graph, many times; `release` comes after the last. 0, or an error of the
+// driver's.
+extern "C" int fake_enqueue(void* stream, void (*work)(void*), void* argument, void (*release)(void*));
 extern "C" int fake_owns(uint64_t address, size_t len);
 extern "C" void fake_count(int products, int handles);

@@ -38,7 +38,16 @@ bool Device::owns(uintptr_t address, size_t len) const {
     return address - base <= size && len <= size - (address - base);
 }
 
+int Device::spoil(Stream& stream) {
+    stream.capture->spoilt = true;
+    return CAPTURE_UNSUPPORTED;
+}
+
 void Device::enqueue(Stream& stream, std::function<void()> work) {
+    if (stream.capture) {
+        stream.capture->nodes.push_back(std::move(work));
+        return;
+    }
     stream.queue.push_back(std::move(work));
     stream.queued++;
 }
@@ -59,7 +68,11 @@ static size_t total_bytes() {
     return text ? strtoull(text, nullptr, 10) : size_t(2) << 30;
 }
 
-thread_local bool has_context = false;
+static thread_local bool context_is_current = false;
+static thread_local size_t captures = 0;
+
+bool has_context() { return context_is_current; }
+size_t& captures_of_this_thread() { return captures; }
 
 struct Function {
     std::string name;
@@ -68,6 +81,24 @@ struct Function {
 
 struct Module {
     std::map<std::string, Function*> functions;
+};
+
+// An argument of a captured kernel whose memory stays what it is when the kernel first runs: see fake_freeze.
+struct Frozen {
+    int argument = -1;
+    std::shared_ptr<std::vector<char>> bytes;
+
+    void keep(const Device& d, std::vector<std::vector<char>>& arguments) {
+        if (argument < 0 || bytes) return;
+        uintptr_t at;
+        memcpy(&at, arguments[argument].data(), sizeof at);
+        // Up to the end of the allocation, since nobody tells how much the kernel reads.
+        const auto& [base, len] = *std::prev(d.memory.upper_bound(at));
+        const char* from = reinterpret_cast<const char*>(at);
+        bytes = std::make_shared<std::vector<char>>(from, from + (base + len - at));
+        const char* kept = bytes->data();
+        memcpy(arguments[argument].data(), &kept, sizeof kept);
+    }
 };
 
 using Launch = int (*)(const char*, const unsigned*, const unsigned*, size_t, void**);
@@ -118,13 +149,19 @@ using Guard = std::lock_guard<std::recursive_mutex>;
 #define ENTER()                              \
     Device& d = device();                    \
     Guard guard(d.lock);                     \
-    if (!has_context) return INVALID_CONTEXT
+    if (!has_context()) return INVALID_CONTEXT
+
+// For what would wait for the device, or stop it: a thread that captures must not.
+#define ENTER_BETWEEN_CAPTURES() \
+    ENTER();                     \
+    if (captures_of_this_thread() > 0) return CAPTURE_UNSUPPORTED
 
 extern "C" {
 
-int fake_enqueue(void* stream, void (*work)(void*), void* argument) {
+int fake_enqueue(void* stream, void (*work)(void*), void* argument, void (*release)(void*)) {
+    const std::shared_ptr<void> owned(argument, release);
     ENTER();
-    d.enqueue(*static_cast<Stream*>(stream), [work, argument] { work(argument); });
+    d.enqueue(*static_cast<Stream*>(stream), [work, owned] { work(owned.get()); });
     return SUCCESS;
 }
 
@@ -205,7 +242,7 @@ int cuDevicePrimaryCtxRelease_v2(int) {
 }
 
 int cuCtxSetCurrent(void* context) {
-    has_context = context != nullptr;
+    context_is_current = context != nullptr;
     return SUCCESS;
 }
 
@@ -217,7 +254,7 @@ int cuMemGetInfo_v2(size_t* free, size_t* total) {
 }
 
 int cuMemAlloc_v2(uint64_t* address, size_t len) {
-    ENTER();
+    ENTER_BETWEEN_CAPTURES();
     if (len == 0) return INVALID_VALUE;
     if (len > total_bytes() - d.counts.device_bytes) return OUT_OF_MEMORY;
     void* base = d.take(len);
@@ -232,7 +269,7 @@ int cuMemAlloc_v2(uint64_t* address, size_t len) {
 }
 
 int cuMemFree_v2(uint64_t address) {
-    ENTER();
+    ENTER_BETWEEN_CAPTURES();
     auto found = d.memory.find(address);
     if (found == d.memory.end() || !d.files.count(address)) return INVALID_VALUE;
     d.give_back(address, found->second);
@@ -243,7 +280,7 @@ int cuMemFree_v2(uint64_t address) {
 }
 
 int cuMemHostAlloc(void** bytes, size_t len, unsigned) {
-    ENTER();
+    ENTER_BETWEEN_CAPTURES();
     *bytes = malloc(len);
     d.pinned[reinterpret_cast<uintptr_t>(*bytes)] = len;
     d.counts.pinned++;
@@ -251,7 +288,7 @@ int cuMemHostAlloc(void** bytes, size_t len, unsigned) {
 }
 
 int cuMemFreeHost(void* bytes) {
-    ENTER();
+    ENTER_BETWEEN_CAPTURES();
     if (!d.pinned.erase(reinterpret_cast<uintptr_t>(bytes))) return INVALID_VALUE;
     free(bytes);
     d.counts.pinned--;
@@ -275,7 +312,7 @@ int cuStreamDestroy_v2(void* stream) {
 }
 
 int cuStreamSynchronize(void* stream) {
-    ENTER();
+    ENTER_BETWEEN_CAPTURES();
     auto& s = *static_cast<Stream*>(stream);
     d.run(s, s.queued);
     return SUCCESS;
@@ -297,13 +334,14 @@ int cuEventDestroy_v2(void*) {
 int cuEventRecord(void* event, void* stream) {
     ENTER();
     auto& s = *static_cast<Stream*>(stream);
+    if (s.capture) return d.spoil(s);
     auto& e = *static_cast<Event*>(event);
     e = Event{&s, s.queued, e.blocking};
     return SUCCESS;
 }
 
 int cuEventSynchronize(void* event) {
-    ENTER();
+    ENTER_BETWEEN_CAPTURES();
     const Event e = *static_cast<Event*>(event);
     const char* drop = getenv("FAKE_CUDA_DROP_SYNCS");
     if (e.blocking && drop && d.counts.syncs++ >= strtoull(drop, nullptr, 10)) {
@@ -317,6 +355,10 @@ int cuEventSynchronize(void* event) {
 int cuStreamWaitEvent(void* stream, void* event, unsigned) {
     ENTER();
     const Event e = *static_cast<Event*>(event);
+    if (auto& s = *static_cast<Stream*>(stream); s.capture) {
+        d.spoil(s);
+        return CAPTURE_ISOLATION;
+    }
     if (getenv("FAKE_CUDA_DROP_WAITS")) {
         d.counts.dropped_waits++;
         return SUCCESS;
@@ -381,7 +423,7 @@ int cuMemcpy2DAsync_v2(const Copy2D* asked, void* stream) {
 }
 
 int cuModuleLoadData(void** module, const void* image) {
-    ENTER();
+    ENTER_BETWEEN_CAPTURES();
     const unsigned char fatbin[4] = {0x50, 0xed, 0x55, 0xba};
     if (memcmp(image, fatbin, 4) != 0 || !kernels().launch || !kernels().params) return INVALID_IMAGE;
     *module = new Module;
@@ -422,7 +464,11 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
         copies.emplace_back(from, from + f.sizes[i]);
     }
     d.counts.launches++;
-    d.enqueue(*static_cast<Stream*>(stream), [name = f.name, copies = std::move(copies), gx, gy, gz, bx, by, bz, shared]() mutable {
+    auto& s = *static_cast<Stream*>(stream);
+    Frozen frozen;
+    if (s.capture && !d.frozen_kernel.empty() && f.name.rfind(d.frozen_kernel, 0) == 0) frozen.argument = d.frozen_argument;
+    d.enqueue(s, [&d, name = f.name, copies = std::move(copies), frozen, gx, gy, gz, bx, by, bz, shared]() mutable {
+        frozen.keep(d, copies);
         const unsigned grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
         std::vector<void*> pointers;
         for (auto& copy : copies) pointers.push_back(copy.data());

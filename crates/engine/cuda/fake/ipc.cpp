@@ -62,7 +62,7 @@ int cuIpcGetMemHandle(Handle* handle, uint64_t address) {
     Device& d = device();
     Guard guard(d.lock);
     auto found = d.memory.find(address);
-    if (!has_context) return INVALID_CONTEXT;
+    if (!has_context()) return INVALID_CONTEXT;
     if (found == d.memory.end() || !d.files.count(address)) return INVALID_VALUE;
     const Backing& backing = d.files[address];
     *handle = Handle{};
@@ -78,7 +78,8 @@ int cuIpcGetMemHandle(Handle* handle, uint64_t address) {
 int cuIpcOpenMemHandle_v2(uint64_t* address, Handle handle, unsigned flags) {
     Device& d = device();
     Guard guard(d.lock);
-    if (!has_context) return INVALID_CONTEXT;
+    if (!has_context()) return INVALID_CONTEXT;
+    if (captures_of_this_thread() > 0) return CAPTURE_UNSUPPORTED;
     if (flags != 1 || memcmp(handle.magic, "fakeipc", 8) != 0) return INVALID_VALUE;
     if (handle.pid == getpid() && !getenv("FAKE_CUDA_SAME_PROCESS")) return INVALID_CONTEXT;
     if (getenv("FAKE_CUDA_NO_PEER")) return NO_PEER_ACCESS;
@@ -116,7 +117,8 @@ int cuIpcOpenMemHandle_v2(uint64_t* address, Handle handle, unsigned flags) {
 int cuIpcCloseMemHandle(uint64_t address) {
     Device& d = device();
     Guard guard(d.lock);
-    if (!has_context) return INVALID_CONTEXT;
+    if (!has_context()) return INVALID_CONTEXT;
+    if (captures_of_this_thread() > 0) return CAPTURE_UNSUPPORTED;
     auto found = d.opened.find(address);
     if (found == d.opened.end()) return INVALID_VALUE;
     d.counts.opens--;
@@ -130,7 +132,7 @@ int cuIpcCloseMemHandle(uint64_t address) {
 int cuMemGetAddressRange_v2(uint64_t* base, size_t* len, uint64_t address) {
     Device& d = device();
     Guard guard(d.lock);
-    if (!has_context) return INVALID_CONTEXT;
+    if (!has_context()) return INVALID_CONTEXT;
     auto after = d.memory.upper_bound(address);
     if (after == d.memory.begin()) return INVALID_VALUE;
     auto& [first, size] = *std::prev(after);

@@ -40,6 +40,30 @@ DEVICE u32 pack(bf16, float low, float high) {
     return out;
 }
 
+// Four signed bytes, lowest first, each exact.
+DEVICE void widen_four(f16, u32 bytes, u32 (&out)[2]) {
+    // 0x6400 + b is the f16 1024 + b, for every byte b; bytes are biased by 128 so that none is negative.
+    const u32 biased = bytes ^ 0x80808080u;
+    for (int n = 0; n < 2; n++) {
+        u32 two;
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(two) : "r"(biased), "r"(0x64646464u), "r"(n == 0 ? 0x4140u : 0x4342u));
+        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out[n]) : "r"(two), "r"(0x64806480u));
+    }
+}
+
+DEVICE void widen_four(bf16, u32 bytes, u32 (&out)[2]) {
+    // 0x4b000000 + b is the float 2^23 + b.
+    const u32 biased = bytes ^ 0x80808080u;
+    float x[4];
+    for (int n = 0; n < 4; n++) {
+        u32 one;
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(one) : "r"(biased), "r"(0x4b000000u), "r"(0x7440u + n));
+        x[n] = __uint_as_float(one) - 8388736.0f;
+    }
+    out[0] = pack(bf16{}, x[0], x[1]);
+    out[1] = pack(bf16{}, x[2], x[3]);
+}
+
 // c += a * b: a is 16 x 16, b 16 x 8, c 16 x 8, spread over a warp as PTX lays out mma.m16n8k16.
 DEVICE void multiply(f16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

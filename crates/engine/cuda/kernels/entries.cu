@@ -60,6 +60,27 @@ ATTENTION_OF(bf16, 96)
 ATTENTION_OF(bf16, 128)
 ATTENTION_OF(bf16, 256)
 
+// 16 M rows and 8 N outputs to a block of threads.
+#define INT8_OF(T, ROWS, M, N)                                                                                                          \
+    ENTRY(BOUNDED(128, M <= 2 ? 4 : 2) multiply_int8_##T##_m##ROWS)(float* out, const T* x, const u8* quants, const float* scales,      \
+                                                                    i32 num_rows, i32 outputs, i32 inputs, i32 stride) {                \
+        const Int8Shape shape{num_rows, outputs, inputs, stride};                                                                       \
+        multiply_int8<T, M, N>(out, x, quants, scales, shape);                                                                          \
+    }                                                                                                                                   \
+    EXPORT(multiply_int8_##T##_m##ROWS)
+
+INT8_OF(f16, 16, 1, 4)
+INT8_OF(f16, 32, 2, 4)
+INT8_OF(f16, 64, 4, 8)
+INT8_OF(bf16, 16, 1, 4)
+INT8_OF(bf16, 32, 2, 4)
+INT8_OF(bf16, 64, 4, 8)
+
+ENTRY(embed_int8)(float* residual, const u8* quants, const float* scales, const u32* tokens, i32 hidden, i32 stride) {
+    embed_int8_row(residual, quants, scales, tokens, hidden, stride);
+}
+EXPORT(embed_int8)
+
 ENTRY(sample)(u32* tokens, float* logprobs, float* weights, const float* logits, const Sampling* samplings, i32 vocab, i32 logits_stride) {
     draw(tokens, logprobs, weights, logits, samplings, vocab, logits_stride);
 }

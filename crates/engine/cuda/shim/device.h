@@ -71,6 +71,13 @@ u32 pack(T type, float low, float high) {
     return narrow(type, low) | static_cast<u32>(narrow(type, high)) << 16;
 }
 
+template <class T>
+void widen_four(T type, u32 bytes, u32 (&out)[2]) {
+    float x[4];
+    for (int n = 0; n < 4; n++) x[n] = static_cast<signed char>(bytes >> (8 * n) & 0xff);
+    for (int n = 0; n < 2; n++) out[n] = pack(type, x[2 * n], x[2 * n + 1]);
+}
+
 namespace shim {
 
 template <class T>

@@ -4,7 +4,7 @@ use baton_kv::{KvDtype, KvLayout};
 use baton_model::ModelConfig;
 
 use super::probe::CudaFound;
-use super::{scratch, weights};
+use super::{graphs, scratch, weights};
 use crate::config::{MemoryNeeded, Quantize};
 use crate::error::EngineBuildError;
 use crate::source::WeightSource;
@@ -14,6 +14,8 @@ use crate::weights::WeightPlan;
 pub(super) const ARRANGEMENT: &str = "kv[head][token][dim]";
 /// How attention adds up, see `cuda/ABI.md`: part of the numerics id.
 const ATTENTION: &str = "mma16-step32-tile128";
+/// How products with 8-bit weights add up: pieces of 32 inputs in turn to four sums.
+const INT8_PRODUCTS: &str = "row8-k32x4";
 /// Sizes of a head that there are kernels for.
 const HEAD_DIMS: [usize; 6] = [16, 32, 64, 96, 128, 256];
 /// Query heads of a KV head, at most.
@@ -61,8 +63,10 @@ pub struct CudaEngineConfig {
     pub block_size: usize,
     /// Element type of K and V, and of weights and activations with them: f16 or bf16.
     pub kv_dtype: KvDtype,
-    /// What becomes of the weights while they are loaded; only [`Quantize::None`] is possible.
+    /// What becomes of the matrices while they are loaded: 16 bits an element, or 8 and a scale a row, whatever the file has.
     pub quantize: Quantize,
+    /// Whether steps that only decode are launched as CUDA graphs. The bits are the same.
+    pub graphs: bool,
     /// Largest number of tokens in one plan: 1 to 65,536. Scratch grows with it.
     pub max_step_tokens: usize,
 }
@@ -70,9 +74,10 @@ pub struct CudaEngineConfig {
 /// What a CUDA engine would be and take, known before anything is loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaPlan {
-    /// Its memory, all on the device: weights are kept in 16 bits, however few the file has.
+    /// Its memory, all on the device: matrices are kept in 16 bits, however few the file has, or rounded to 8. What the driver takes for
+    /// graphs is not in it.
     pub memory: MemoryNeeded,
-    /// How the matrices are stored in the file, and kept: `q4_1+q8_0>f16`.
+    /// How the matrices are stored in the file, and kept: `q4_1+q8_0>f16`, `bf16>int8-row`.
     pub weight_format: String,
     /// How it lays out KV, its numerics id included.
     pub layout: KvLayout,
@@ -107,7 +112,11 @@ pub(super) fn check(
     let found = CudaFound::look();
     let device = found.check(config.ordinal).map_err(EngineBuildError::Device)?;
     let stored = WeightPlan::new(source, Quantize::None)?.format_name();
-    let weight_format = format!("{stored}>{}", half.name());
+    let (kept, products) = match config.quantize {
+        Quantize::None => (half.name(), String::new()),
+        Quantize::Int8 => ("int8-row", format!("-{INT8_PRODUCTS}")),
+    };
+    let weight_format = format!("{stored}>{kept}");
     let layout = KvLayout {
         model_digest: source.digest(),
         num_layers: model.num_layers,
@@ -117,22 +126,27 @@ pub(super) fn check(
         dtype: config.kv_dtype,
         arrangement: ARRANGEMENT.to_owned(),
         numerics_id: format!(
-            "cuda.sm{}-{}-{ATTENTION}/kv-{}/{weight_format}",
+            "cuda.sm{}-{}-{ATTENTION}{products}/kv-{}/{weight_format}",
             device.capability,
             half.name(),
             config.kv_dtype
         ),
     };
+    let group = model.num_heads / model.num_kv_heads;
+    let graph_bytes = match config.graphs {
+        true => graphs::bytes_needed(scratch::max_items(model, group)),
+        false => 0,
+    };
     let memory = MemoryNeeded {
-        weights_bytes: weights::bytes_needed(model),
-        scratch_bytes: scratch::bytes_needed(model, config.max_step_tokens),
+        weights_bytes: weights::bytes_needed(model, config.quantize),
+        scratch_bytes: scratch::bytes_needed(model, config.max_step_tokens) + graph_bytes,
         block_bytes: layout.block_bytes(),
     };
     Ok(Checked { half, plan: CudaPlan { memory, weight_format, layout } })
 }
 
 fn check_numbers(config: &CudaEngineConfig) -> Result<(), EngineBuildError> {
-    let CudaEngineConfig { num_blocks, block_size, max_step_tokens, quantize, .. } = *config;
+    let CudaEngineConfig { num_blocks, block_size, max_step_tokens, .. } = *config;
     if !(16..=256).contains(&block_size) || !block_size.is_power_of_two() {
         return Err(EngineBuildError::invalid(
             "block_size",
@@ -149,12 +163,7 @@ fn check_numbers(config: &CudaEngineConfig) -> Result<(), EngineBuildError> {
             return Err(EngineBuildError::invalid(field, value, format!("1 to {largest} are possible")));
         }
     }
-    match quantize {
-        Quantize::None => Ok(()),
-        Quantize::Int8 => {
-            Err(EngineBuildError::invalid("quantize", quantize, "none is possible on a CUDA device"))
-        }
-    }
+    Ok(())
 }
 
 fn check_model(model: &ModelConfig) -> Result<(), EngineBuildError> {
@@ -196,6 +205,7 @@ mod tests {
         block_size: 16,
         kv_dtype: KvDtype::F16,
         quantize: Quantize::None,
+        graphs: true,
         max_step_tokens: 64,
     };
 
@@ -208,7 +218,6 @@ mod tests {
             (CudaEngineConfig { block_size: 24, ..CONFIG }, "block_size"),
             (CudaEngineConfig { max_step_tokens: 0, ..CONFIG }, "max_step_tokens"),
             (CudaEngineConfig { num_blocks: 1 << 28, ..CONFIG }, "num_blocks"),
-            (CudaEngineConfig { quantize: Quantize::Int8, ..CONFIG }, "quantize"),
         ] {
             let error = refusal(config);
             assert!(error.contains(field) && error.contains("possible"), "{error}");

@@ -1,7 +1,8 @@
 //! The CUDA engine: from a step plan to its output.
 //!
 //! The step thread queues layers ahead of the device and hears of each layer's end when the device is there: so it is told the truth,
-//! a step can be left within a few layers, and the device is never idle for the telling.
+//! a step can be left within a few layers, and the device is never idle for the telling. Steps that only decode are launched as one graph, and
+//! told of at their end.
 
 use std::sync::Arc;
 
@@ -11,13 +12,16 @@ use baton_scheduler::{Engine, EngineError, Flow, Sampled, StepOutput, StepPlan, 
 
 use super::arena::CudaArena;
 use super::config::{self, CudaEngineConfig};
-use super::driver::{Device, DeviceError, Event, Memory, Pinned, Stream};
-use super::forward::Forward;
+use super::drawn::{Drawn, DrawnToken};
+use super::driver::{Device, DeviceError, Event, Pinned, Stream};
+use super::forward::{Forward, Step};
+use super::graphs::Graphs;
 use super::kernels::{Dims, Kernels};
+use super::padded::Padded;
 use super::products::Products;
-use super::scratch::{DECODE_CAPACITY, LOGIT_ROWS, Scratch};
+use super::scratch::{self, DECODE_CAPACITY, LOGIT_ROWS, Scratch};
 use super::tables::{LogitGroup, Shape, Tables, Upload};
-use super::weights::DeviceWeights;
+use super::weights::{DeviceWeights, Kept};
 use crate::batch::{Batch, Bounds, Purpose};
 use crate::error::EngineBuildError;
 use crate::source::WeightSource;
@@ -32,35 +36,17 @@ pub struct CudaEngine {
     // First: it is finished before what it uses is given back.
     compute: Stream,
     layer_ends: Vec<Event>,
+    graphs: Option<Graphs>,
     forward: Forward,
     tables: Tables,
     upload: Upload,
-    results: Results,
+    drawn: Drawn,
+    logits_host: Pinned,
     arena: Arc<CudaArena>,
     batch: Batch,
     bounds: Bounds,
     shape: Shape,
     device: Arc<Device>,
-}
-
-/// Drawn tokens and copied logits, on their way back.
-struct Results {
-    /// Tokens, then log-probabilities, of all the step's samplings.
-    drawn: Memory,
-    drawn_host: Pinned,
-    num_drawn: usize,
-    logits_host: Pinned,
-}
-
-impl Results {
-    fn new(device: &Arc<Device>, num_drawn: usize, vocab: usize) -> Result<Results, DeviceError> {
-        Ok(Results {
-            drawn: Memory::new(device, 8 * num_drawn)?,
-            drawn_host: Pinned::new(device, 8 * num_drawn)?,
-            num_drawn,
-            logits_host: Pinned::new(device, 4 * LOGIT_ROWS * vocab)?,
-        })
-    }
 }
 
 impl CudaEngine {
@@ -88,15 +74,16 @@ impl CudaEngine {
         let device = Device::open(config.ordinal)?;
         let products = Products::new(&device, half)?;
         let kernels = Kernels::load(&device, half, Dims::new(model, &plan.layout))?;
-        let weights = DeviceWeights::load(source, &device, &products, half)?;
+        let kept = Kept { half, quantize: config.quantize };
+        let weights = DeviceWeights::load(source, &device, &products, kept)?;
         let arena = Arc::new(CudaArena::new(&device, plan.layout, config.num_blocks)?);
         let scratch = Scratch::new(&device, model, config.max_step_tokens)?;
         let group = model.num_heads / model.num_kv_heads;
-        let item_bytes = model.num_kv_heads * DECODE_CAPACITY * (model.head_dim + 2) * 4;
         let shape = Shape {
             group,
             block_size: config.block_size,
-            max_decode_items: scratch.partials.len / item_bytes,
+            max_decode_items: scratch::max_items(model, DECODE_CAPACITY),
+            max_padded_items: scratch::max_items(model, group),
         };
         let bounds = Bounds {
             num_blocks: config.num_blocks,
@@ -108,7 +95,9 @@ impl CudaEngine {
         let engine = CudaEngine {
             compute: Stream::new(&device)?,
             layer_ends: (0..=LAYERS_AHEAD).map(|_| Event::new(&device)).collect::<Result<_, _>>()?,
-            results: Results::new(&device, config.max_step_tokens.max(LOGIT_ROWS), model.vocab)?,
+            graphs: config.graphs.then(|| Graphs::new(&device, shape.max_padded_items)).transpose()?,
+            drawn: Drawn::new(&device, config.max_step_tokens.max(LOGIT_ROWS))?,
+            logits_host: Pinned::new(&device, 4 * LOGIT_ROWS * model.vocab)?,
             upload: Upload::new(&device)?,
             forward: Forward { kernels, products, weights, scratch, arena: Arc::clone(&arena) },
             tables: Tables::default(),
@@ -121,13 +110,23 @@ impl CudaEngine {
         Ok((engine, arena))
     }
 
-    fn copy_blocks(&self) -> Result<(), DeviceError> {
-        let num_blocks = self.bounds.num_blocks as u32;
-        for pairs in &self.tables.copies {
-            let pairs = self.upload.span(pairs.clone());
-            self.forward.kernels.copy_blocks(&self.compute, self.arena.all(), pairs, num_blocks)?;
-        }
-        Ok(())
+    /// The graph's shape, if this plan is launched as one.
+    fn padded(&mut self, plan: &StepPlan) -> Option<Padded> {
+        let graphs = self.graphs.as_mut()?;
+        let padded = Padded::of(plan, self.shape, self.bounds.max_step_tokens)?;
+        graphs.takes(padded).then_some(padded)
+    }
+
+    /// Computes a step as a graph, up to where the stream is finished.
+    fn run_graph(&mut self, plan: &StepPlan, padded: Padded) -> Result<(), DeviceError> {
+        let Self { compute, graphs: Some(graphs), forward, batch, arena, .. } = self else { return Ok(()) };
+        graphs.tables.build_padded(plan, batch, self.shape, padded);
+        graphs.upload.send(&graphs.tables, compute)?;
+        compute.wait(arena.written())?;
+        let step = Step { stream: compute, upload: &graphs.upload, tables: &graphs.tables };
+        forward.copy_blocks(step, self.bounds.num_blocks as u32)?;
+        graphs.launch(compute, forward, padded)?;
+        graphs.drawn.download(compute, padded.rows)
     }
 
     /// Computes what the tables say; false if it was left early. The stream is finished in either case, as far as the device lets it.
@@ -136,14 +135,15 @@ impl CudaEngine {
         output: &mut StepOutput,
         on_point: &mut dyn FnMut(StepPoint) -> Flow,
     ) -> Result<bool, DeviceError> {
-        self.forward.embed(&self.compute, &self.upload, &self.tables)?;
-        let num_layers = self.forward.weights.layers.len();
-        let ring = self.layer_ends.len();
+        let Self { compute, forward, tables, upload, layer_ends, .. } = self;
+        let step = Step { stream: compute, upload, tables };
+        forward.embed(step)?;
+        let num_layers = forward.weights.layers.len();
         for n in 0..num_layers {
-            self.forward.keys_and_values(&self.compute, &self.upload, &self.tables, n)?;
-            self.compute.record(&self.layer_ends[n % ring])?;
-            self.forward.rest_of_layer(&self.compute, &self.upload, &self.tables, n)?;
-            if n >= LAYERS_AHEAD && !self.layer_ended(n - LAYERS_AHEAD, on_point)? {
+            forward.keys_and_values(step, n)?;
+            compute.record(&layer_ends[n % layer_ends.len()])?;
+            forward.rest_of_layer(step, n)?;
+            if n >= LAYERS_AHEAD && !layer_ended(layer_ends, n - LAYERS_AHEAD, on_point)? {
                 return Ok(false);
             }
         }
@@ -152,7 +152,7 @@ impl CudaEngine {
             self.logits(output)?;
         }
         for n in num_layers.saturating_sub(LAYERS_AHEAD)..num_layers {
-            if !self.layer_ended(n, on_point)? {
+            if !layer_ended(&self.layer_ends, n, on_point)? {
                 return Ok(false);
             }
         }
@@ -162,56 +162,29 @@ impl CudaEngine {
         Ok(true)
     }
 
-    fn layer_ended(
-        &self,
-        n: usize,
-        on_point: &mut dyn FnMut(StepPoint) -> Flow,
-    ) -> Result<bool, DeviceError> {
-        self.layer_ends[n % self.layer_ends.len()].synchronize()?;
-        Ok(on_point(StepPoint::LayerEnd(n)) == Flow::Continue)
-    }
-
     /// Queues logits, drawing, and the way back of what was drawn; copied logits are waited for, some rows at a time.
     fn logits(&mut self, output: &mut StepOutput) -> Result<(), DeviceError> {
-        let vocab = self.bounds.vocab;
-        let num = self.tables.groups.last().map_or(0, |group| group.samplings.end);
-        if num > self.results.num_drawn {
-            self.results = Results::new(&self.device, num.next_power_of_two(), vocab)?;
+        let num = self.tables.num_samplings();
+        if num > self.drawn.room() {
+            self.drawn = Drawn::new(&self.device, num.next_power_of_two())?;
         }
-        for group in &self.tables.groups {
-            self.forward.logits(&self.compute, &self.upload, &self.tables, group)?;
-            self.draw(group, num)?;
+        for nth in 0..self.tables.groups.len() {
+            let step = Step { stream: &self.compute, upload: &self.upload, tables: &self.tables };
+            let group = &self.tables.groups[nth];
+            self.forward.logits(step, group)?;
+            self.forward.draw(step, group, &self.drawn)?;
             if self.batch.num_copied > 0 {
                 self.copy_logits(group, output)?;
             }
         }
-        if num > 0 {
-            // SAFETY: nobody looks at the host's side before the stream is finished.
-            unsafe {
-                let host = self.results.drawn_host.get_mut(0, 8 * num);
-                self.compute.download(self.results.drawn.at(0, 8 * num), host)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn draw(&self, group: &LogitGroup, num: usize) -> Result<(), DeviceError> {
-        for first in group.samplings.clone().step_by(LOGIT_ROWS) {
-            let samplings = first..group.samplings.end.min(first + LOGIT_ROWS);
-            let drawn = &self.results.drawn;
-            let tokens = drawn.at(4 * first, 4 * samplings.len());
-            let logprobs = drawn.at(4 * (num + first), 4 * samplings.len());
-            let samplings = self.upload.samplings(&self.tables, samplings);
-            self.forward.sample(&self.compute, samplings, tokens, logprobs)?;
-        }
-        Ok(())
+        self.drawn.download(&self.compute, num)
     }
 
     fn copy_logits(&self, group: &LogitGroup, output: &mut StepOutput) -> Result<(), DeviceError> {
         let row_bytes = 4 * self.bounds.vocab;
         let len = group.wanted.len() * row_bytes;
         // SAFETY: the stream is finished before anybody looks, and before the next group is copied.
-        let host = unsafe { self.results.logits_host.get_mut(0, len) };
+        let host = unsafe { self.logits_host.get_mut(0, len) };
         // SAFETY: as above.
         unsafe { self.compute.download(self.forward.scratch.logits.part(0, len), host) }?;
         self.compute.synchronize()?;
@@ -226,21 +199,17 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// What was drawn, in the order of the samplings.
-    fn fill(&self, output: &mut StepOutput) -> Result<(), EngineError> {
+    /// What was drawn, in the order of the samplings: the first of `num` that were downloaded from `drawn`.
+    fn fill(&self, output: &mut StepOutput, drawn: &Drawn, num: usize) -> Result<(), EngineError> {
         let not_finite = || EngineError::Fatal("logits are not finite".to_owned());
         if output.logits.iter().any(|logit| !logit.is_finite()) {
             return Err(not_finite());
         }
-        let num = self.tables.groups.last().map_or(0, |group| group.samplings.end);
         // SAFETY: the stream is finished.
-        let (words, _) = unsafe { self.results.drawn_host.get(0, 8 * num) }.as_chunks::<4>();
-        let (tokens, logprobs) = words.split_at(num);
-        let mut drawn = tokens.iter().zip(logprobs);
+        let mut drawn = unsafe { drawn.tokens(num) };
         for wanted in &self.batch.wanted {
             let Purpose::Sample { row, samplings } = &wanted.purpose else { continue };
-            for (nth, (token, logprob)) in samplings.clone().zip(&mut drawn) {
-                let (token, logprob) = (u32::from_le_bytes(*token), f32::from_le_bytes(*logprob));
+            for (nth, DrawnToken { token, logprob }) in samplings.clone().zip(&mut drawn) {
                 if token == NOT_FINITE {
                     return Err(not_finite());
                 }
@@ -249,6 +218,16 @@ impl CudaEngine {
         }
         Ok(())
     }
+}
+
+/// Waits for a layer's end and tells of it; false if the step is to be left.
+fn layer_ended(
+    layer_ends: &[Event],
+    n: usize,
+    on_point: &mut dyn FnMut(StepPoint) -> Flow,
+) -> Result<bool, DeviceError> {
+    layer_ends[n % layer_ends.len()].synchronize()?;
+    Ok(on_point(StepPoint::LayerEnd(n)) == Flow::Continue)
 }
 
 fn fatal(error: DeviceError) -> EngineError {
@@ -279,11 +258,26 @@ impl Engine for CudaEngine {
         output.stopped = false;
         self.batch.prepare(plan, self.arena.layout(), &self.bounds).map_err(EngineError::BadPlan)?;
         self.device.bind().map_err(fatal)?;
+        if let Some(padded) = self.padded(plan) {
+            let queued = self.run_graph(plan, padded);
+            self.compute.synchronize().and(queued).map_err(fatal)?;
+            // All layers have ended by now.
+            let num_layers = self.forward.weights.layers.len();
+            if (0..num_layers).any(|n| on_point(StepPoint::LayerEnd(n)) == Flow::Stop) {
+                output.stopped = true;
+                return Ok(());
+            }
+            return match &self.graphs {
+                Some(graphs) => self.fill(output, &graphs.drawn, padded.rows),
+                None => Ok(()),
+            };
+        }
         self.tables.build(plan, &self.batch, self.shape);
         self.upload.send(&self.tables, &self.compute).map_err(fatal)?;
         // KV that arrived is there before anything reads it.
         self.compute.wait(self.arena.written()).map_err(fatal)?;
-        self.copy_blocks().map_err(fatal)?;
+        let step = Step { stream: &self.compute, upload: &self.upload, tables: &self.tables };
+        self.forward.copy_blocks(step, self.bounds.num_blocks as u32).map_err(fatal)?;
         if plan.is_empty() {
             return self.compute.synchronize().map_err(fatal);
         }
@@ -295,6 +289,6 @@ impl Engine for CudaEngine {
             output.logits.clear();
             return Ok(());
         }
-        self.fill(output)
+        self.fill(output, &self.drawn, self.tables.num_samplings())
     }
 }

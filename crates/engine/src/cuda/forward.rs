@@ -3,15 +3,20 @@
 use std::sync::Arc;
 
 use super::arena::CudaArena;
-use super::driver::{DeviceError, Span, Stream};
+use super::drawn::Drawn;
+use super::driver::{DeviceError, Stream};
 use super::kernels::{Attend, Kernels, Norm, RopeKv, Sample};
+use super::linear::Linear;
 use super::products::{Factors, Products};
-use super::scratch::{DECODE_CAPACITY, Scratch};
+use super::scratch::{LOGIT_ROWS, Scratch};
 use super::tables::{LogitGroup, Tables, Upload};
 use super::weights::DeviceWeights;
 
 /// The model with everything that a step needs. Every method queues on the stream that it is given, and the engine finishes that
 /// stream before it begins another step: that is why the products below are sound.
+///
+/// What is queued for tables of equal lengths differs in nothing, addresses included: a decode step is captured once and launched again
+/// ([`super::graphs`]). So nothing here may look at what the words say.
 pub(super) struct Forward {
     pub(super) kernels: Kernels,
     pub(super) products: Products,
@@ -20,22 +25,47 @@ pub(super) struct Forward {
     pub(super) arena: Arc<CudaArena>,
 }
 
+/// Where a step is queued, and its tables, which are on their way to the device.
+#[derive(Clone, Copy)]
+pub(super) struct Step<'a> {
+    pub(super) stream: &'a Stream,
+    pub(super) upload: &'a Upload,
+    pub(super) tables: &'a Tables,
+}
+
 type Outcome = Result<(), DeviceError>;
 
 impl Forward {
-    pub(super) fn embed(&self, stream: &Stream, upload: &Upload, tables: &Tables) -> Outcome {
-        let tokens = upload.span(tables.tokens.clone());
-        self.kernels.embed(stream, self.scratch.residual, self.weights.embedding, tokens)
+    /// A step of which nobody wants to hear before it is over: embedding, all layers, logits and drawing.
+    pub(super) fn decode(&mut self, step: Step<'_>, drawn: &Drawn) -> Outcome {
+        self.embed(step)?;
+        for n in 0..self.weights.layers.len() {
+            self.keys_and_values(step, n)?;
+            self.rest_of_layer(step, n)?;
+        }
+        for group in &step.tables.groups {
+            self.logits(step, group)?;
+            self.draw(step, group, drawn)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn copy_blocks(&self, step: Step<'_>, num_blocks: u32) -> Outcome {
+        for pairs in &step.tables.copies {
+            let pairs = step.upload.span(pairs.clone());
+            self.kernels.copy_blocks(step.stream, self.arena.all(), pairs, num_blocks)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn embed(&self, step: Step<'_>) -> Outcome {
+        let tokens = step.upload.span(step.tables.tokens.clone());
+        self.weights.embedding.gather(step.stream, &self.kernels, self.scratch.residual, tokens)
     }
 
     /// Up to where the layer's K and V are in their blocks.
-    pub(super) fn keys_and_values(
-        &mut self,
-        stream: &Stream,
-        upload: &Upload,
-        tables: &Tables,
-        n: usize,
-    ) -> Outcome {
+    pub(super) fn keys_and_values(&mut self, step: Step<'_>, n: usize) -> Outcome {
+        let Step { stream, upload, tables } = step;
         let (s, layer) = (&self.scratch, &self.weights.layers[n]);
         let num_rows = tables.tokens.len();
         let norm = Norm {
@@ -46,8 +76,8 @@ impl Forward {
             normed: s.normed,
         };
         self.kernels.add_norm(stream, norm, num_rows as u32)?;
-        // SAFETY: see the top of the file; scratch has room for rows in whole units.
-        unsafe { self.products.multiply(stream, &layer.qkv, Factors { x: s.normed, out: s.qkv, num_rows }) }?;
+        let factors = Factors { x: s.normed, out: s.qkv, num_rows };
+        multiply(stream, &layer.qkv, (&self.kernels, &mut self.products), factors)?;
         let rope = RopeKv {
             qkv: s.qkv,
             bias: layer.qkv_bias,
@@ -62,19 +92,13 @@ impl Forward {
         self.kernels.rope_kv(stream, rope)
     }
 
-    pub(super) fn rest_of_layer(
-        &mut self,
-        stream: &Stream,
-        upload: &Upload,
-        tables: &Tables,
-        n: usize,
-    ) -> Outcome {
-        self.attend(stream, upload, tables, n)?;
+    pub(super) fn rest_of_layer(&mut self, step: Step<'_>, n: usize) -> Outcome {
+        self.attend(step, n)?;
+        let stream = step.stream;
         let (s, layer) = (&self.scratch, &self.weights.layers[n]);
-        let num_rows = tables.tokens.len();
+        let num_rows = step.tables.tokens.len();
         let factors = Factors { x: s.attended, out: s.projected, num_rows };
-        // SAFETY: see the top of the file; scratch has room for rows in whole units.
-        unsafe { self.products.multiply(stream, &layer.attn_output, factors) }?;
+        multiply(stream, &layer.attn_output, (&self.kernels, &mut self.products), factors)?;
         let norm = Norm {
             residual: s.residual,
             projected: Some(s.projected),
@@ -84,15 +108,14 @@ impl Forward {
         };
         self.kernels.add_norm(stream, norm, num_rows as u32)?;
         let factors = Factors { x: s.normed, out: s.gate_up, num_rows };
-        // SAFETY: as above.
-        unsafe { self.products.multiply(stream, &layer.gate_up, factors) }?;
+        multiply(stream, &layer.gate_up, (&self.kernels, &mut self.products), factors)?;
         self.kernels.silu_mul(stream, s.gate_up, s.hidden, num_rows as u32)?;
         let factors = Factors { x: s.hidden, out: s.projected, num_rows };
-        // SAFETY: as above.
-        unsafe { self.products.multiply(stream, &layer.down, factors) }
+        multiply(stream, &layer.down, (&self.kernels, &mut self.products), factors)
     }
 
-    fn attend(&self, stream: &Stream, upload: &Upload, tables: &Tables, n: usize) -> Outcome {
+    fn attend(&self, step: Step<'_>, n: usize) -> Outcome {
+        let Step { stream, upload, tables } = step;
         let s = &self.scratch;
         let attend = |rows, items| Attend {
             q: s.q,
@@ -104,23 +127,17 @@ impl Forward {
         };
         for launch in &tables.decode {
             let attend = attend(launch.rows.clone(), launch.items.clone());
-            self.kernels.decode(stream, attend, s.partials, DECODE_CAPACITY as u32)?;
+            self.kernels.decode(stream, attend, s.partials, launch.capacity as u32)?;
         }
         let prefill = attend(tables.prefill_rows.clone(), tables.prefill_items.clone());
         self.kernels.prefill(stream, prefill)
     }
 
     /// Logits of a group's tokens, after the last layer.
-    pub(super) fn logits(
-        &mut self,
-        stream: &Stream,
-        upload: &Upload,
-        tables: &Tables,
-        group: &LogitGroup,
-    ) -> Outcome {
+    pub(super) fn logits(&mut self, step: Step<'_>, group: &LogitGroup) -> Outcome {
         let s = &self.scratch;
-        let start = tables.select.start;
-        let select = upload.span(start + group.wanted.start..start + group.wanted.end);
+        let start = step.tables.select.start;
+        let select = step.upload.span(start + group.wanted.start..start + group.wanted.end);
         let norm = Norm {
             residual: s.residual,
             projected: Some(s.projected),
@@ -129,22 +146,38 @@ impl Forward {
             normed: s.normed,
         };
         let num_rows = group.wanted.len();
-        self.kernels.add_norm(stream, norm, num_rows as u32)?;
+        self.kernels.add_norm(step.stream, norm, num_rows as u32)?;
         let factors = Factors { x: s.normed, out: s.logits, num_rows };
-        // SAFETY: see the top of the file; scratch has room for a whole group.
-        unsafe { self.products.multiply(stream, &self.weights.output, factors) }
+        multiply(step.stream, &self.weights.output, (&self.kernels, &mut self.products), factors)
     }
 
     /// Draws from the logits of the group before.
-    pub(super) fn sample(&self, stream: &Stream, samplings: Span, tokens: Span, logprobs: Span) -> Outcome {
-        let sample = Sample {
-            logits: self.scratch.logits,
-            samplings,
-            probabilities: self.scratch.probabilities,
-            tokens,
-            logprobs,
-            num: (tokens.len / 4) as u32,
-        };
-        self.kernels.sample(stream, sample)
+    pub(super) fn draw(&self, step: Step<'_>, group: &LogitGroup, drawn: &Drawn) -> Outcome {
+        let num = step.tables.num_samplings();
+        for first in group.samplings.clone().step_by(LOGIT_ROWS) {
+            let some = first..group.samplings.end.min(first + LOGIT_ROWS);
+            let (tokens, logprobs) = drawn.places(some.clone(), num);
+            let sample = Sample {
+                logits: self.scratch.logits,
+                samplings: step.upload.samplings(step.tables, some.clone()),
+                probabilities: self.scratch.probabilities,
+                tokens,
+                logprobs,
+                num: some.len() as u32,
+            };
+            self.kernels.sample(step.stream, sample)?;
+        }
+        Ok(())
     }
+}
+
+/// Queues a product over scratch, which has room for rows in whole units, and for a whole group of logits.
+fn multiply(
+    stream: &Stream,
+    weight: &Linear,
+    (kernels, products): (&Kernels, &mut Products),
+    factors: Factors,
+) -> Outcome {
+    // SAFETY: all memory is the engine's own, which finishes the stream before anybody else touches it.
+    unsafe { weight.multiply(stream, kernels, products, factors) }
 }

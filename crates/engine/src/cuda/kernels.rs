@@ -7,6 +7,7 @@ use baton_model::ModelConfig;
 
 use super::config::Half;
 use super::driver::{Arg, Device, DeviceError, Geometry, Kernel, Module, Span, Stream};
+use super::int8::Int8Kernels;
 
 /// Machine code for sm_80 and sm_90, and PTX for later cards.
 static IMAGE: &Aligned<[u8]> = &Aligned(*include_bytes!("../../cuda/built/baton.fatbin"));
@@ -43,6 +44,7 @@ pub(super) struct Kernels {
     silu_mul: Kernel,
     sample: Kernel,
     copy_blocks: Kernel,
+    pub(super) int8: Int8Kernels,
     // Last: what is above lies in it.
     _module: Module,
 }
@@ -103,7 +105,7 @@ const SAMPLING_BYTES: usize = 40;
 
 type Outcome = Result<(), DeviceError>;
 
-fn launch(
+pub(super) fn launch(
     stream: &Stream,
     kernel: Kernel,
     grid: [u32; 3],
@@ -121,7 +123,7 @@ fn launch(
 }
 
 /// Every kernel reaches so far and no further.
-fn reaches(span: Span, bytes: usize) {
+pub(super) fn reaches(span: Span, bytes: usize) {
     assert!(bytes <= span.len, "a kernel would reach {bytes} bytes of {}", span.len);
 }
 
@@ -141,6 +143,7 @@ impl Kernels {
             silu_mul: find(format!("silu_mul_{t}"), 0)?,
             sample: find("sample".to_owned(), SAMPLE_SHARED)?,
             copy_blocks: find("copy_blocks".to_owned(), 0)?,
+            int8: Int8Kernels::find(&module, half)?,
             _module: module,
         })
     }

@@ -4,14 +4,20 @@
 //! `cuda/ABI.md` beside this crate's sources is the contract with the kernels; their numerics follow from it.
 
 mod arena;
+mod capture;
 mod config;
 mod copies;
+mod drawn;
 mod driver;
 mod engine;
 mod forward;
+mod graphs;
+mod int8;
 mod ipc;
 mod kernels;
+mod linear;
 mod mover;
+mod padded;
 mod probe;
 mod products;
 mod rates;

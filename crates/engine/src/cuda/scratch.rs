@@ -13,8 +13,9 @@ pub(super) const LOGIT_ROWS: usize = 64;
 pub(super) const DECODE_CAPACITY: usize = 16;
 /// Positions of a decode item.
 pub(super) const DECODE_TILE: usize = 128;
-/// Partial results of decode, at least: rows beyond that are computed in a further launch.
-const LEAST_PARTIAL_BYTES: usize = 16 << 20;
+/// Partial results of decode, at least: rows beyond that are computed in a further launch, and not as a graph. Of an 8B model's shape this holds 32 rows of one
+/// token at a context of 7,500.
+const LEAST_PARTIAL_BYTES: usize = 32 << 20;
 const ALIGN: usize = 256;
 
 /// Matrices of a step; row `t` belongs to the step's token `t`.
@@ -48,7 +49,6 @@ pub(super) struct Scratch {
 fn sizes(c: &ModelConfig, max_step_tokens: usize) -> [usize; 11] {
     let rows = max_step_tokens.next_multiple_of(ROW_UNIT);
     let (q, kv) = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
-    let item = c.num_kv_heads * DECODE_CAPACITY * (c.head_dim + 2) * 4;
     [
         rows * c.hidden * 4,
         rows.max(LOGIT_ROWS) * c.hidden * 2,
@@ -60,9 +60,23 @@ fn sizes(c: &ModelConfig, max_step_tokens: usize) -> [usize; 11] {
         rows * c.ffn * 2,
         LOGIT_ROWS * c.vocab * 4,
         LOGIT_ROWS * c.vocab * 4,
-        LEAST_PARTIAL_BYTES.max(c.context.div_ceil(DECODE_TILE) * item),
+        partial_bytes(c),
     ]
     .map(|bytes| bytes.next_multiple_of(ALIGN))
+}
+
+/// Partial results of one item.
+const fn item_bytes(c: &ModelConfig, capacity: usize) -> usize {
+    c.num_kv_heads * capacity * (c.head_dim + 2) * 4
+}
+
+fn partial_bytes(c: &ModelConfig) -> usize {
+    LEAST_PARTIAL_BYTES.max(c.context.div_ceil(DECODE_TILE) * item_bytes(c, DECODE_CAPACITY))
+}
+
+/// Decode items whose partial results there is room for, where each holds so many (query head, token) pairs at most.
+pub(super) fn max_items(c: &ModelConfig, capacity: usize) -> usize {
+    partial_bytes(c) / item_bytes(c, capacity)
 }
 
 /// Bytes of [`Scratch`].

@@ -12,7 +12,7 @@ use crate::batch::{Batch, Purpose};
 /// Packed queries of a prefill item.
 const PREFILL_ITEM: usize = 64;
 /// Words of a sampling; it begins at a multiple of 8 bytes.
-const SAMPLING_WORDS: usize = 10;
+pub(super) const SAMPLING_WORDS: usize = 10;
 /// Words that tables have room for at first.
 const FIRST_WORDS: usize = 1 << 14;
 
@@ -23,6 +23,8 @@ pub(super) struct Shape {
     pub(super) block_size: usize,
     /// Decode items whose partial results fit into scratch.
     pub(super) max_decode_items: usize,
+    /// The same where every row is of one token, so that an item holds no more than a group of query heads.
+    pub(super) max_padded_items: usize,
 }
 
 /// Rows of one launch of decode: words of `rows` and of `items`.
@@ -30,6 +32,8 @@ pub(super) struct Shape {
 pub(super) struct DecodeLaunch {
     pub(super) rows: Range<usize>,
     pub(super) items: Range<usize>,
+    /// The most (query head, token) pairs of a row.
+    pub(super) capacity: usize,
 }
 
 /// Wanted tokens whose logits are computed together.
@@ -44,7 +48,7 @@ pub(super) struct LogitGroup {
 /// Where in the words everything lies.
 #[derive(Default)]
 pub(super) struct Tables {
-    words: Vec<u32>,
+    pub(super) words: Vec<u32>,
     pub(super) samplings: Range<usize>,
     pub(super) tokens: Range<usize>,
     pub(super) positions: Range<usize>,
@@ -62,10 +66,7 @@ pub(super) struct Tables {
 impl Tables {
     /// Lays out a plan that `batch` was prepared from.
     pub(super) fn build(&mut self, plan: &StepPlan, batch: &Batch, shape: Shape) {
-        self.words.clear();
-        self.decode.clear();
-        self.copies.clear();
-        self.groups.clear();
+        self.clear();
         // First, since they have the widest elements.
         self.build_samplings(plan, batch);
         self.tokens = self.push(plan.tokens.iter().copied());
@@ -79,7 +80,21 @@ impl Tables {
         self.build_copies(plan);
     }
 
-    fn push(&mut self, words: impl Iterator<Item = u32>) -> Range<usize> {
+    /// Leaves nothing but the vectors' capacity.
+    pub(super) fn clear(&mut self) {
+        self.words.clear();
+        self.decode.clear();
+        self.copies.clear();
+        self.groups.clear();
+        (self.prefill_rows, self.prefill_items) = (0..0, 0..0);
+    }
+
+    /// Tokens drawn in the step.
+    pub(super) fn num_samplings(&self) -> usize {
+        self.groups.last().map_or(0, |group| group.samplings.end)
+    }
+
+    pub(super) fn push(&mut self, words: impl Iterator<Item = u32>) -> Range<usize> {
         let start = self.words.len();
         self.words.extend(words);
         start..self.words.len()
@@ -126,7 +141,7 @@ impl Tables {
     fn close_decode(&mut self, rows: &mut Vec<u32>, items: &mut Vec<u32>) {
         let rows = self.push(rows.drain(..));
         let items = self.push(items.drain(..));
-        self.decode.push(DecodeLaunch { rows, items });
+        self.decode.push(DecodeLaunch { rows, items, capacity: DECODE_CAPACITY });
     }
 
     /// Rows of many tokens; the last parts of each take longest and go first.
@@ -142,7 +157,7 @@ impl Tables {
         self.prefill_items = self.push(items);
     }
 
-    fn build_copies(&mut self, plan: &StepPlan) {
+    pub(super) fn build_copies(&mut self, plan: &StepPlan) {
         let mut start = self.words.len();
         for copy in &plan.copies {
             let (earlier, _) = self.words[start..].as_chunks::<2>();
@@ -159,12 +174,12 @@ impl Tables {
     }
 }
 
-fn row_words(row: &PlanRow, first_item: u32) -> [u32; 5] {
+pub(super) fn row_words(row: &PlanRow, first_item: u32) -> [u32; 5] {
     [row.tokens.start, row.tokens.len(), row.position, row.blocks.start, first_item as usize]
         .map(|n| n as u32)
 }
 
-fn sampling_words(sampling: &RowSampling, row: u32) -> [u32; SAMPLING_WORDS] {
+pub(super) fn sampling_words(sampling: &RowSampling, row: u32) -> [u32; SAMPLING_WORDS] {
     let RowSampling { params, sequence, position } = sampling;
     [
         params.seed as u32,
@@ -180,7 +195,7 @@ fn sampling_words(sampling: &RowSampling, row: u32) -> [u32; SAMPLING_WORDS] {
     ]
 }
 
-/// The words on their way, and on the device. Grows with the longest tables seen.
+/// The words on their way, and on the device. Grows with the longest tables seen: what was captured with its addresses must not let it.
 pub(super) struct Upload {
     device: Arc<Device>,
     pinned: Pinned,
@@ -193,7 +208,8 @@ impl Upload {
         Self::with_room(device, FIRST_WORDS)
     }
 
-    fn with_room(device: &Arc<Device>, num_words: usize) -> Result<Upload, DeviceError> {
+    /// With room for so many words from the start.
+    pub(super) fn with_room(device: &Arc<Device>, num_words: usize) -> Result<Upload, DeviceError> {
         Ok(Upload {
             device: Arc::clone(device),
             pinned: Pinned::new(device, 4 * num_words)?,

@@ -23,7 +23,11 @@ fn built(plan: &StepPlan, max_decode_items: usize) -> Tables {
     let mut batch = Batch::new(&bounds);
     batch.prepare(plan, &layout, &bounds).unwrap();
     let mut tables = Tables::default();
-    tables.build(plan, &batch, Shape { group: 4, block_size: 16, max_decode_items });
+    tables.build(
+        plan,
+        &batch,
+        Shape { group: 4, block_size: 16, max_decode_items, max_padded_items: max_decode_items },
+    );
     tables
 }
 

@@ -1,4 +1,4 @@
-//! All weights of a model on the device: matrices in 16 bits, whatever the file has, and vectors in f32.
+//! All weights of a model on the device: matrices in 16 bits, whatever the file has, or rounded to 8; and vectors in f32.
 
 use std::sync::Arc;
 
@@ -7,7 +7,10 @@ use half::{bf16, f16};
 
 use super::config::Half;
 use super::driver::{Device, Memory, Pinned, Span, Stream};
-use super::products::{Products, Weight};
+use super::int8::{self, Int8Matrix};
+use super::linear::{Linear, Matrix};
+use super::products::Products;
+use crate::config::Quantize;
 use crate::error::EngineBuildError;
 use crate::rope::Rope;
 use crate::source::WeightSource;
@@ -22,21 +25,21 @@ const PIECE_BYTES: usize = 4 << 20;
 pub(super) struct LayerWeights {
     pub(super) attn_norm: Span,
     /// Queries, keys and values, one after another.
-    pub(super) qkv: Weight,
+    pub(super) qkv: Linear,
     pub(super) qkv_bias: Option<Span>,
     pub(super) q_norm: Option<Span>,
     pub(super) k_norm: Option<Span>,
-    pub(super) attn_output: Weight,
+    pub(super) attn_output: Linear,
     pub(super) ffn_norm: Span,
     /// Gate, then up.
-    pub(super) gate_up: Weight,
-    pub(super) down: Weight,
+    pub(super) gate_up: Linear,
+    pub(super) down: Linear,
 }
 
 /// A whole model.
 pub(super) struct DeviceWeights {
-    pub(super) embedding: Span,
-    pub(super) output: Weight,
+    pub(super) embedding: Matrix,
+    pub(super) output: Linear,
     pub(super) output_norm: Span,
     pub(super) layers: Vec<LayerWeights>,
     /// Cosines and sines of every position.
@@ -48,15 +51,24 @@ const fn rounded(elements: usize, element_bytes: usize) -> usize {
     (elements * element_bytes).next_multiple_of(ALIGN)
 }
 
+/// Bytes of a matrix.
+fn matrix_bytes(rows: usize, cols: usize, quantize: Quantize) -> usize {
+    match quantize {
+        Quantize::None => rounded(rows * cols, 2),
+        Quantize::Int8 => rounded(rows * int8::stride(cols), 1) + rounded(rows, 4),
+    }
+}
+
 /// Bytes of [`DeviceWeights`].
-pub(super) fn bytes_needed(c: &ModelConfig) -> usize {
+pub(super) fn bytes_needed(c: &ModelConfig, quantize: Quantize) -> usize {
+    let matrix = |rows, cols| matrix_bytes(rows, cols, quantize);
     let (q, kv) = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim);
     let wide = q + 2 * kv;
     let embeddings = if c.tied_embedding { 1 } else { 2 };
-    let mut layer = rounded(wide * c.hidden, 2)
-        + rounded(c.hidden * q, 2)
-        + rounded(2 * c.ffn * c.hidden, 2)
-        + rounded(c.hidden * c.ffn, 2)
+    let mut layer = matrix(wide, c.hidden)
+        + matrix(c.hidden, q)
+        + matrix(2 * c.ffn, c.hidden)
+        + matrix(c.hidden, c.ffn)
         + 2 * rounded(c.hidden, 4);
     if c.attention_bias {
         layer += rounded(wide, 4);
@@ -64,7 +76,7 @@ pub(super) fn bytes_needed(c: &ModelConfig) -> usize {
     if c.qk_norm {
         layer += 2 * rounded(c.head_dim, 4);
     }
-    embeddings * rounded(c.vocab * c.hidden, 2)
+    embeddings * matrix(c.vocab, c.hidden)
         + rounded(c.hidden, 4)
         + rounded(c.context * c.head_dim, 4)
         + c.num_layers * layer
@@ -74,26 +86,26 @@ impl DeviceWeights {
     /// Reads, converts and uploads everything.
     ///
     /// # Errors
-    /// A tensor is missing, has another shape than the configuration calls for, or an element too large for `half`; the device has no
-    /// memory or fails.
+    /// A tensor is missing, has another shape than the configuration calls for, or an element too large for `half`, or not finite where it is
+    /// rounded to 8 bits; the device has no memory or fails.
     pub(super) fn load(
         source: &dyn WeightSource,
         device: &Arc<Device>,
         products: &Products,
-        half: Half,
+        kept: Kept,
     ) -> Result<DeviceWeights, EngineBuildError> {
         let c = source.config();
-        let memory = Memory::new(device, bytes_needed(c))?;
+        let memory = Memory::new(device, bytes_needed(c, kept.quantize))?;
         let widest = c.hidden.max(c.ffn).max(c.num_heads * c.head_dim).max(c.head_dim);
         let piece = PIECE_BYTES.max(4 * widest);
         let (stream, pinned) = (Stream::new(device)?, Pinned::new(device, piece)?);
-        let mut loader = Loader { source, half, products, memory: &memory, offset: 0, stream, pinned, piece };
-        let embedding = loader.matrices(&[("token_embd.weight".to_owned(), c.vocab)], c.hidden)?;
+        let mut loader = Loader { source, kept, products, memory: &memory, offset: 0, stream, pinned, piece };
+        let embedding = loader.matrix(&[("token_embd.weight".to_owned(), c.vocab)], c.hidden)?;
         let output = match c.tied_embedding {
             true => embedding,
-            false => loader.matrices(&[("output.weight".to_owned(), c.vocab)], c.hidden)?,
+            false => loader.matrix(&[("output.weight".to_owned(), c.vocab)], c.hidden)?,
         };
-        let output = products.weight(output, c.vocab, c.hidden)?;
+        let output = loader.linear(output, c.vocab, c.hidden)?;
         let output_norm = loader.vectors(&[("output_norm.weight".to_owned(), c.hidden)])?;
         let turns = loader.turns()?;
         let layers = (0..c.num_layers).map(|n| loader.layer(n)).collect::<Result<_, _>>()?;
@@ -102,9 +114,17 @@ impl DeviceWeights {
     }
 }
 
+/// In what form matrices are kept.
+#[derive(Clone, Copy)]
+pub(super) struct Kept {
+    /// The type of activations, and of matrices that are not rounded further.
+    pub(super) half: Half,
+    pub(super) quantize: Quantize,
+}
+
 struct Loader<'a> {
     source: &'a dyn WeightSource,
-    half: Half,
+    kept: Kept,
     products: &'a Products,
     memory: &'a Memory,
     offset: usize,
@@ -144,9 +164,16 @@ impl Loader<'_> {
         })
     }
 
-    fn weight(&mut self, parts: &[(String, usize)], cols: usize) -> Result<Weight, EngineBuildError> {
-        let span = self.matrices(parts, cols)?;
-        Ok(self.products.weight(span, parts.iter().map(|(_, rows)| rows).sum(), cols)?)
+    fn weight(&mut self, parts: &[(String, usize)], cols: usize) -> Result<Linear, EngineBuildError> {
+        let matrix = self.matrix(parts, cols)?;
+        self.linear(matrix, parts.iter().map(|(_, rows)| rows).sum(), cols)
+    }
+
+    fn linear(&self, matrix: Matrix, rows: usize, cols: usize) -> Result<Linear, EngineBuildError> {
+        Ok(match matrix {
+            Matrix::Half(span) => Linear::Half(self.products.weight(span, rows, cols)?),
+            Matrix::Int8(matrix) => Linear::Int8(matrix),
+        })
     }
 
     fn place(&mut self, len: usize) -> Span {
@@ -156,17 +183,54 @@ impl Loader<'_> {
     }
 
     /// Matrices over the same input, as one.
-    fn matrices(&mut self, parts: &[(String, usize)], cols: usize) -> Result<Span, EngineBuildError> {
+    fn matrix(&mut self, parts: &[(String, usize)], cols: usize) -> Result<Matrix, EngineBuildError> {
+        match self.kept.quantize {
+            Quantize::None => self.half_matrix(parts, cols).map(Matrix::Half),
+            Quantize::Int8 => self.int8_matrix(parts, cols).map(Matrix::Int8),
+        }
+    }
+
+    fn half_matrix(&mut self, parts: &[(String, usize)], cols: usize) -> Result<Span, EngineBuildError> {
         let row_bytes = 2 * cols;
         let all = self.place(parts.iter().map(|(_, rows)| rows * row_bytes).sum());
         let mut before = 0;
         for (name, rows) in parts {
             let tensor = checked(self.source, name, *rows, cols)?;
             let len = rows * row_bytes;
-            self.upload(all.part(before, len), row_bytes, |row, out| convert(&tensor, row, self.half, out))?;
+            self.upload(all.part(before, len), row_bytes, |row, out| {
+                convert(&tensor, row, self.kept.half, out)
+            })?;
             before += len;
         }
         Ok(all)
+    }
+
+    fn int8_matrix(
+        &mut self,
+        parts: &[(String, usize)],
+        cols: usize,
+    ) -> Result<Int8Matrix, EngineBuildError> {
+        let (rows, row_bytes) = (parts.iter().map(|(_, rows)| rows).sum::<usize>(), int8::stride(cols));
+        let (quants, scales) = (self.place(rows * row_bytes), self.place(4 * rows));
+        let (mut before, mut values) = (0, vec![0.0f32; cols]);
+        for (name, rows) in parts {
+            let tensor = checked(self.source, name, *rows, cols)?;
+            let mut found = Vec::with_capacity(*rows);
+            self.upload(quants.part(before * row_bytes, rows * row_bytes), row_bytes, |row, out| {
+                each_value(tensor.kind, row_of(&tensor, row), |k, value| values[k] = value);
+                let scale = int8::round_row(&values, out).ok_or_else(|| {
+                    EngineBuildError::tensor(name, format!("row {row} has an element that is not finite"))
+                })?;
+                found.push(scale);
+                Ok(())
+            })?;
+            self.upload(scales.part(4 * before, 4 * rows), 4, |row, out| {
+                out.copy_from_slice(&found[row].to_le_bytes());
+                Ok(())
+            })?;
+            before += rows;
+        }
+        Ok(Int8Matrix { quants, scales, rows, cols })
     }
 
     /// Vectors of f32, one after another.
@@ -227,10 +291,15 @@ impl Loader<'_> {
     }
 }
 
+/// One row of a matrix as it is stored.
+fn row_of<'a>(tensor: &'a Tensor<'_>, row: usize) -> &'a [u8] {
+    let len = tensor.data.len() / tensor.rows;
+    &tensor.data[row * len..][..len]
+}
+
 /// One row of a matrix in `half`.
 fn convert(tensor: &Tensor<'_>, row: usize, half: Half, out: &mut [u8]) -> Result<(), EngineBuildError> {
-    let len = tensor.data.len() / tensor.rows;
-    let bytes = &tensor.data[row * len..][..len];
+    let bytes = row_of(tensor, row);
     if matches!((tensor.kind, half), (WeightType::F16, Half::F16) | (WeightType::BF16, Half::Bf16)) {
         out.copy_from_slice(bytes);
         return Ok(());

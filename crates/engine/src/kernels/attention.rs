@@ -151,6 +151,7 @@ unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize)
             scores: a.scratch.add(2 * MAX_QUERIES * MAX_HEAD_DIM),
             wide: a.scratch.add(WIDE_AT),
         };
+        let mut tiles = [const { Tile::<E>::nothing() }; MAX_QUERIES];
         let mut context = 0;
         for i in 0..num {
             let (row, head) = place(i);
@@ -166,17 +167,20 @@ unsafe fn queries<S: Simd, E: Element>(a: &Attend<'_>, first: usize, num: usize)
             if nth > 0 && nth.is_multiple_of(TILES_A_LOOK) && (a.leaves)() {
                 return None;
             }
-            for head in 0..a.num_heads {
-                let tile = Tile::<E>::of(a, (start, context), head);
+            // All K, then all V: what is asked for early has the time that the other heads take to come.
+            for (head, tile) in tiles[..a.num_heads].iter_mut().enumerate() {
+                *tile = Tile::<E>::of(a, (start, context), head);
                 let of_head = qs.of(head * num_queries, num_queries);
-                scores::<S, E>(a, &tile, &of_head, (context - start).min(TILE_TOKENS));
-                for i in head * num_queries..(head + 1) * num_queries {
-                    softmax::<S>(&mut qs, i, start, a.head_dim);
-                    if E::SCALED {
-                        weigh::<S, E>(&tile, &qs, i);
-                    }
+                scores::<S, E>(a, tile, &of_head, (context - start).min(TILE_TOKENS));
+            }
+            for i in 0..num {
+                softmax::<S>(&mut qs, i, start, a.head_dim);
+                if E::SCALED {
+                    weigh::<S, E>(&tiles[i / num_queries], &qs, i);
                 }
-                values::<S, E>(a, &tile, &of_head);
+            }
+            for (head, tile) in tiles[..a.num_heads].iter().enumerate() {
+                values::<S, E>(a, tile, &qs.of(head * num_queries, num_queries));
             }
         }
         for i in 0..num {

@@ -25,8 +25,6 @@ pub(super) const SCRATCH_FLOATS: usize = SLAB * SPREAD;
 const FEW_ROWS: usize = ROW_GROUP;
 /// Bytes of input that pass over all tiles before the next rows: a quarter of a small second-level cache.
 const ROWS_BYTES: usize = 1 << 17;
-/// How far ahead of its use a weight is asked for: with 4 KiB a core reads an eighth less a second than with this, and more helps no more.
-const AHEAD: usize = 16 * 1024;
 const LINE: usize = 64;
 
 /// One member's share of a product.
@@ -45,6 +43,8 @@ pub(crate) struct Int8Matmul<'a> {
     pub(crate) out_stride: usize,
     /// 64-byte aligned scratch of this member.
     pub(crate) scratch: *mut f32,
+    /// How many bytes ahead of its use a weight is asked for.
+    pub(crate) ahead: usize,
 }
 
 /// How a block of a tile gives its parts.
@@ -161,6 +161,8 @@ struct Piece {
     out_stride: usize,
     /// Start from 0 rather than from what `out` holds.
     first: bool,
+    /// As [`Int8Matmul::ahead`].
+    ahead: usize,
 }
 
 /// # Safety
@@ -198,6 +200,7 @@ unsafe fn tiles<S: Simd, W: Format>(m: &Int8Matmul<'_>) {
                     out: m.out.add(row * m.out_stride + tile * LANES),
                     out_stride: m.out_stride,
                     first: true,
+                    ahead: m.ahead,
                 };
                 if m.num_rows <= FEW_ROWS {
                     rows::<S, W>(piece, num_rows, group_bytes);
@@ -228,7 +231,7 @@ unsafe fn spread_tile<S: Simd, W: Format>(
         unsafe {
             for b in 0..num_blocks {
                 let w = piece.w.add((block + b) * W::BYTES);
-                spread::<S, W>(w, w.wrapping_add(AHEAD), scratch.add(b * SPREAD));
+                spread::<S, W>(w, w.wrapping_add(piece.ahead), scratch.add(b * SPREAD));
             }
             let slab = Piece {
                 w: scratch.cast_const().cast(),
@@ -371,7 +374,7 @@ unsafe fn kernel<S: Simd, W: Format, const R: usize>(piece: Piece) {
             let x = piece.x.add(block * BLOCK_STRIDE);
             if W::FAR {
                 for line in 0..W::BYTES / LINE {
-                    S::prefetch_far(w.wrapping_add(AHEAD + line * LINE));
+                    S::prefetch_far(w.wrapping_add(piece.ahead + line * LINE));
                 }
             } else {
                 for line in (0..R * RECORD).step_by(LINE) {

@@ -101,6 +101,7 @@ fn multiply(
         out: out.as_mut_ptr(),
         out_stride,
         scratch: scratch.as_mut_ptr(),
+        ahead: 4096,
     };
     // SAFETY: the table is available, and the slices cover what the fields say.
     unsafe { (table.matmul_int8)(&matmul) };

@@ -4,6 +4,7 @@
 //! a number is one chain of operations in one order, whatever other rows are computed with it; a lane never depends
 //! on its neighbours; reductions over a row have a fixed tree; attention tiles sit on absolute positions.
 
+mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 mod attention;
@@ -28,6 +29,7 @@ mod tests;
 mod tile;
 mod unpack;
 
+pub(crate) use ahead::ahead;
 pub(crate) use attention::{
     Attend, MAX_HEAD_DIM, MAX_QUERIES, SCRATCH_FLOATS as ATTEND_SCRATCH_FLOATS, TILE_TOKENS,
 };

@@ -28,9 +28,8 @@ pub(super) struct Tile<E> {
 }
 
 impl<E: Element> Tile<E> {
-    /// Finds a tile's blocks of the `nth` head, and with one row the K that is wanted next: of the next head, or of the first one in
-    /// the next tile, which may be another sequence's. Its bytes come from far and are wanted once only, while rows of a prompt
-    /// find them in the caches.
+    /// Finds a tile's blocks of the `nth` head, and with one row the K that is wanted next: of this head in the next tile, or of what
+    /// comes after this sequence. Its bytes come from far and are wanted once only, while rows of a prompt find them in the caches.
     ///
     /// # Safety
     /// As [`super::attention::run`].
@@ -58,12 +57,10 @@ impl<E: Element> Tile<E> {
         }
         let next = if a.num_rows > 1 {
             None
-        } else if nth + 1 < a.num_heads {
-            Some((kv_head + 1, start, a.blocks))
         } else if start + TILE_TOKENS < context {
-            Some((a.kv_head, start + TILE_TOKENS, a.blocks))
+            Some((kv_head, start + TILE_TOKENS, a.blocks))
         } else {
-            a.next.map(|(kv_head, blocks)| (kv_head, 0, blocks))
+            a.next.map(|(kv_head, blocks)| (kv_head + nth, 0, blocks))
         };
         if let Some((kv_head, start, blocks)) = next {
             for (n, next_k) in tile.next_k.iter_mut().enumerate() {
@@ -77,7 +74,7 @@ impl<E: Element> Tile<E> {
         tile
     }
 
-    const fn nothing() -> Tile<E> {
+    pub(super) const fn nothing() -> Tile<E> {
         let (none, no_scales) = ([std::ptr::null(); TILE_CHUNKS], [std::ptr::null(); TILE_CHUNKS]);
         Tile {
             start: 0,

@@ -2,6 +2,7 @@
 
 use crate::attention::{Case, Kind, row};
 use crate::element::Element;
+use crate::int8;
 use crate::library::{Build, Library, Patch, has_compiler};
 
 /// Small, and yet of several steps, tiles and blocks.
@@ -23,6 +24,24 @@ fn failure(patches: &[Patch], kind: Kind) -> Option<String> {
     checked.and_then(|()| case.check_schedules(&library, kind, &laid)).err()
 }
 
+/// The same for products with 8-bit weights: several stretches and blocks of threads, the last of them ragged.
+fn int8_failure(patches: &[Patch]) -> Option<String> {
+    let library = Library::open(&Build { patches, attention: &[("f16", 32)], flags: &["-O0"] }.made());
+    let case = int8::Case { element: Element::F16, rows: 18, outputs: 40, inputs: 4 * 128 + 88 };
+    let laid = case.lay();
+    let checked = case.check(&library, &laid, 0).map(drop);
+    checked.and_then(|()| case.check_schedules(&library, &laid, 0)).err()
+}
+
+fn assert_found_in_products(from: &'static str, to: &'static str) {
+    if !has_compiler() {
+        return;
+    }
+    let found = int8_failure(&[Patch { file: "int8.cu", from, to }]);
+    assert!(found.is_some(), "nobody noticed '{to}' in place of '{from}'");
+    eprintln!("{}", found.unwrap_or_default());
+}
+
 fn assert_found(kind: Kind, file: &'static str, from: &'static str, to: &'static str) {
     if !has_compiler() {
         return;
@@ -38,6 +57,7 @@ fn without_a_fault_nothing_fails() {
         for kind in [Kind::Decode, Kind::Prefill] {
             assert_eq!(failure(&[], kind), None);
         }
+        assert_eq!(int8_failure(&[]), None);
     }
 }
 
@@ -97,4 +117,34 @@ fn memory_that_no_token_has_is_found_when_it_is_read() {
         "any = position < end;",
         "any = position < (end + 15) / 16 * 16;",
     );
+}
+
+#[test]
+fn a_missing_barrier_before_a_stretch_is_copied_over_is_found() {
+    let from = "copied over now.\n        sync_block();\n";
+    assert_found_in_products(from, "copied over now.\n");
+}
+
+#[test]
+fn a_missing_barrier_before_sums_take_the_place_of_stages_is_found() {
+    let from = "takes the sums.\n    sync_block();\n";
+    assert_found_in_products(from, "takes the sums.\n");
+}
+
+#[test]
+fn a_scale_of_another_output_is_found() {
+    assert_found_in_products("scales[output]", "scales[output > 0 ? output - 1 : 0]");
+}
+
+#[test]
+fn halves_of_a_piece_that_change_places_are_found() {
+    assert_found_in_products(
+        "lane / 8 % 2 * 16 + warp_of() * PIECE;",
+        "(1 - lane / 8 % 2) * 16 + warp_of() * PIECE;",
+    );
+}
+
+#[test]
+fn activations_read_beyond_their_row_are_found() {
+    assert_found_in_products("k < static_cast<u32>(shape.inputs)", "k < static_cast<u32>(shape.stride)");
 }

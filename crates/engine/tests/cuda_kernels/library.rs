@@ -262,7 +262,7 @@ fn the_way_to_a_card_works_on_the_driver_for_tests() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cuda-driver-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
     fs::copy(Build::default().made(), folder.join("libbaton_kernels.so")).unwrap();
-    let driver = ["fake/driver.cpp", "fake/ipc.cpp"].map(|file| cuda_folder().join(file));
+    let driver = ["fake/driver.cpp", "fake/graph.cpp", "fake/ipc.cpp"].map(|file| cuda_folder().join(file));
     let mut compiler = Command::new("g++");
     compiler.args(["-std=c++17", "-O0", "-fPIC", "-shared"]).args(driver).args(["-ldl", "-o"]);
     assert!(compiler.arg(folder.join("libcuda.so.1")).status().unwrap().success());

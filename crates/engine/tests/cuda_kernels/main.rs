@@ -7,6 +7,7 @@ mod card;
 mod device;
 mod element;
 mod faults;
+mod int8;
 mod library;
 mod rates;
 mod rings;

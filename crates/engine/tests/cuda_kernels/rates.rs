@@ -7,6 +7,7 @@ use crate::attention::{Case, Kind, row};
 use crate::card::Card;
 use crate::device::{Arg, Device, Launch, input, number, output};
 use crate::element::Element;
+use crate::int8;
 
 /// Times that each kernel runs unless `BATON_RATES_REPEATS` says otherwise.
 const REPEATS: u32 = 50;
@@ -44,6 +45,15 @@ fn case(rows: Vec<crate::attention::Row>) -> Case {
     Case { element: Element::BF16, head_dim: 128, num_heads: 32, num_kv_heads: 8, block_size: 16, rows }
 }
 
+/// Seconds of a product with 8-bit weights, of the shape of an 8B model's FFN.
+fn product_seconds(card: &Card, rows: usize, share: usize) -> f64 {
+    let case = int8::Case { element: Element::BF16, rows, outputs: PRODUCT.0, inputs: PRODUCT.1 };
+    let laid = case.lay();
+    seconds(card, |watch| drop(case.run(watch, &laid, share, rows)))
+}
+
+const PRODUCT: (usize, usize) = (28_672, 4096);
+
 #[test]
 fn rates_of_a_card() {
     let Ok(tokens) = std::env::var("BATON_RATES_TOKENS") else { return };
@@ -71,8 +81,17 @@ fn rates_of_a_card() {
             &args,
         );
     });
+    let weights = (PRODUCT.0 * PRODUCT.1) as f64;
+    let (few, batch) = (product_seconds(&card, 1, 0), product_seconds(&card, BATCH, 1));
+    let many = product_seconds(&card, tokens, 2);
     println!(
-        "\nrates: decode {:.1} GB/s of KV, copies {:.1} GB/s read and written, prefill {:.2} TFLOP/s; bf16, 32 heads of 128 over 8, {BATCH} rows, context {tokens}",
+        "\nrates: 8-bit products {:.1} GB/s of weights with 1 row, {:.1} with {BATCH}, {:.2} TFLOP/s with {tokens}",
+        weights / few / 1e9,
+        weights / batch / 1e9,
+        2.0 * weights * tokens as f64 / many / 1e12,
+    );
+    println!(
+        "rates: decode {:.1} GB/s of KV, copies {:.1} GB/s read and written, prefill {:.2} TFLOP/s; bf16, 32 heads of 128 over 8, {BATCH} rows, context {tokens}",
         decode_bytes / decode_seconds / 1e9,
         (2 * num_blocks * len) as f64 / copy_seconds / 1e9,
         operations / prefill_seconds / 1e12,

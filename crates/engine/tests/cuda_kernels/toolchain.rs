@@ -55,13 +55,16 @@ fn no_kernel_spills_and_registers_stay_within_their_budgets() {
             _ if name.starts_with("attend_decode_") => 128,
             _ if name.starts_with("attend_prefill_") && large => 255,
             _ if name.starts_with("attend_prefill_") => 168,
+            // Two blocks of it, with 128 sums a thread; four of the others.
+            _ if name.starts_with("multiply_int8_") && name.ends_with("_m64") => 255,
+            _ if name.starts_with("multiply_int8_") => 128,
             _ => 64,
         };
         assert!(registers <= budget, "{line}: the budget is {budget}");
         kernels += 1;
     }
-    // 38 kernels for each of two architectures.
-    assert_eq!(kernels, 2 * (2 * 5 + 2 * 2 * 6 + 4));
+    // 45 kernels for each of two architectures.
+    assert_eq!(kernels, 2 * (2 * 5 + 2 * 2 * 6 + 2 * 3 + 5));
 }
 
 /// The toolchain's absence is no failure, in CI neither: it is 200 MB of wheels that nothing else needs.

@@ -55,13 +55,13 @@ impl Router {
                 self.stop_sequence(context, request, (group, attempt), sequence);
             }
             RequestAction::Deliver { sequence, token } => {
-                let Some(live) = self.live.get_mut(&request) else { return };
+                let Some(live) = self.live.get_mut(request) else { return };
                 if live.deliver(context, request, sequence, token) {
                     self.fact(context, request, RequestFact::StopMatched { sequence });
                 }
             }
             RequestAction::Finished { sequence, reason } => {
-                if let Some(live) = self.live.get_mut(&request) {
+                if let Some(live) = self.live.get_mut(request) {
                     live.finish(context, sequence, reason);
                 }
             }
@@ -70,11 +70,11 @@ impl Router {
     }
 
     fn place(&mut self, context: &mut Context, request: usize, wanted: &Wanted, avoid: &[InstanceId]) {
-        let Some(live) = self.live.get_mut(&request) else { return };
+        let Some(live) = self.live.get_mut(request) else { return };
         let group = wanted.group;
         let forced = live.sequences.get(wanted.first_sequence as usize).map(|stream| &stream.delivered);
         let forced = forced.and_then(|all| all.get(..wanted.num_forced as usize)).unwrap_or_default();
-        let prompt = [live.ask.prompt.as_slice(), forced].concat();
+        let prompt = live.ask.prompt_and(forced);
         let block_size = context.shape.worker.block_size;
         let with_cache = context.shape.worker.cache && live.ask.cache;
         let hashes = if with_cache { hashes(&prompt, block_size) } else { Vec::new() };
@@ -116,7 +116,7 @@ impl Router {
     fn open_legs(&mut self, context: &mut Context, request: usize, legs: Legs) {
         let me = self.node();
         let HandoffKey { group, attempt, .. } = legs.key;
-        let Some(live) = self.live.get_mut(&request) else { return };
+        let Some(live) = self.live.get_mut(request) else { return };
         live.resumed |= legs.num_forced > 0;
         let spec = live.spec(&legs, context.now);
         let Some(open) = live.groups.get_mut(&group) else { return };
@@ -156,7 +156,7 @@ impl Router {
     }
 
     fn open_decode(&mut self, context: &mut Context, request: usize, of: StreamOf, spec: LegSpec) {
-        let Some(live) = self.live.get_mut(&request) else { return };
+        let Some(live) = self.live.get_mut(request) else { return };
         let Some(open) = live.groups.get_mut(&of.group) else { return };
         let (decode, _) = open.workers;
         let stream = context.open(Node::Router(self.index), Node::Worker(decode));
@@ -170,7 +170,7 @@ impl Router {
     fn redirect(&mut self, context: &mut Context, request: usize, legs: Legs) {
         let me = self.node();
         let HandoffKey { group, attempt, .. } = legs.key;
-        let Some(live) = self.live.get_mut(&request) else { return };
+        let Some(live) = self.live.get_mut(request) else { return };
         let Some(spec) = live.leg_spec(&legs, context.now) else { return };
         let Some(open) = live.groups.get_mut(&group) else { return };
         if let Some(since) = open.placing.take() {
@@ -186,7 +186,7 @@ impl Router {
         };
         let of =
             StreamOf { request, group, attempt, prefill: true, decode: true, may_end: false, call: true };
-        if let Some(kept) = kept.and_then(|stream| self.streams.get_mut(&stream)) {
+        if let Some(kept) = kept.and_then(|stream| self.streams.get_mut(stream)) {
             kept.attempt = attempt;
         }
         self.open_decode(context, request, StreamOf { call: false, ..of }, spec);
@@ -199,7 +199,7 @@ impl Router {
 
     /// The prefill worker has computed all of a group's prompt.
     pub(super) fn computed(&mut self, request: usize, group: u32) {
-        let Some(open) = self.live.get_mut(&request).and_then(|live| live.groups.get_mut(&group)) else {
+        let Some(open) = self.live.get_mut(request).and_then(|live| live.groups.get_mut(&group)) else {
             return;
         };
         if let (false, Some(worker), Some(_)) = (open.computed, open.workers.1, open.streams[0]) {
@@ -209,19 +209,19 @@ impl Router {
     }
 
     fn close_decode(&mut self, context: &mut Context, request: usize, group: u32) {
-        let Some(open) = self.live.get_mut(&request).and_then(|live| live.groups.get_mut(&group)) else {
+        let Some(open) = self.live.get_mut(request).and_then(|live| live.groups.get_mut(&group)) else {
             return;
         };
         open.placing = Some(context.now);
         let Some(stream) = open.streams[1].take() else { return };
         self.fleet.left(open.workers.0);
-        if self.streams.remove(&stream).is_some() {
+        if self.streams.remove(stream).is_some() {
             context.close(stream, Side::Opener);
         }
     }
 
     fn close_legs(&mut self, context: &mut Context, request: usize, group: u32) {
-        let Some(open) = self.live.get_mut(&request).and_then(|live| live.groups.get_mut(&group)) else {
+        let Some(open) = self.live.get_mut(request).and_then(|live| live.groups.get_mut(&group)) else {
             return;
         };
         let (decode, prefill) = open.workers;
@@ -232,7 +232,7 @@ impl Router {
             if counts {
                 self.fleet.left(worker);
             }
-            if self.streams.remove(&stream).is_some() {
+            if self.streams.remove(stream).is_some() {
                 context.close(stream, Side::Opener);
             }
         }
@@ -247,10 +247,10 @@ impl Router {
         sequence: u32,
     ) {
         let me = self.node();
-        let Some(live) = self.live.get_mut(&request) else { return };
+        let Some(live) = self.live.get_mut(request) else { return };
         let Some(open) = live.groups.get(&group) else { return };
         let key = HandoffKey { request: live.ask.request, group, attempt };
-        if let Some(of) = open.streams[1].and_then(|stream| self.streams.get_mut(&stream)) {
+        if let Some(of) = open.streams[1].and_then(|stream| self.streams.get_mut(stream)) {
             of.may_end = true;
         }
         let stream = context.open(me, Node::Worker(open.workers.0));
@@ -258,7 +258,7 @@ impl Router {
     }
 
     fn ended(&mut self, context: &mut Context, request: usize, end: RequestEnd) {
-        let Some(live) = self.live.remove(&request) else { return };
+        let Some(live) = self.live.remove(request) else { return };
         if let Some(at) = live.deadline {
             self.deadlines.remove(&(at, request));
         }

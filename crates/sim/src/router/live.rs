@@ -1,6 +1,7 @@
 //! A client's request, and what was delivered of it beside what an undisturbed run delivers.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use baton_dispatch::{Legs, Request};
 use baton_handoff::{FinishReason, InstanceId, RequestId, SampledToken, Time};
@@ -15,7 +16,7 @@ use crate::worker::{LegSpec, VOCAB};
 #[derive(Clone, Debug)]
 pub(crate) struct Ask {
     pub(crate) request: RequestId,
-    pub(crate) prompt: Vec<u32>,
+    pub(crate) prompt: Arc<[u32]>,
     pub(crate) max_new_tokens: u32,
     pub(crate) stop_tokens: Vec<u32>,
     pub(crate) seed: u64,
@@ -30,6 +31,11 @@ pub(crate) struct Ask {
 impl Ask {
     pub(crate) fn num_sequences(&self) -> u32 {
         self.stop_after.len() as u32
+    }
+
+    /// The prompt, and behind it tokens that were delivered.
+    pub(super) fn prompt_and(&self, forced: &[u32]) -> Arc<[u32]> {
+        if forced.is_empty() { Arc::clone(&self.prompt) } else { [&*self.prompt, forced].concat().into() }
     }
 
     /// What an undisturbed run delivers in this sequence.
@@ -85,6 +91,20 @@ impl Live {
         let sequences = (0..ask.num_sequences()).map(stream).collect();
         let (groups, entered) = (BTreeMap::new(), context.now);
         Self { ask, machine, sequences, groups, asked, entered, deadline: None, resumed: false }
+    }
+
+    /// Reads what a token for the client reads.
+    pub(crate) fn warm(&self) {
+        std::hint::black_box((self.machine.deadline(), self.machine.num_delivered()));
+        for stream in &self.sequences {
+            let nth = stream.delivered.len();
+            std::hint::black_box((
+                stream.expected.get(nth).copied(),
+                stream.delivered.last().copied(),
+                stream.last_at,
+            ));
+        }
+        std::hint::black_box(self.ask.stop_after.first().copied());
     }
 
     pub(crate) fn is_untouched(&self) -> bool {
@@ -168,7 +188,7 @@ impl Live {
         let group = self.groups.get(&legs.key.group)?;
         Some(LegSpec {
             key: legs.key,
-            prompt: [self.ask.prompt.as_slice(), forced].concat(),
+            prompt: self.ask.prompt_and(forced),
             num_generated: legs.num_forced,
             num_sequences: legs.num_sequences,
             first_sequence: legs.first_sequence,

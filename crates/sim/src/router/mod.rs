@@ -16,8 +16,8 @@ pub(crate) use live::Ask;
 use live::Live;
 
 use crate::context::Context;
-use crate::ids::IdMap;
 use crate::network::{Arrival, Node, Payload, Side, StreamId};
+use crate::pages::Pages;
 use crate::queue::RouterEvent;
 use crate::waits::Wait;
 
@@ -39,12 +39,12 @@ struct StreamOf {
 pub(crate) struct Router {
     index: usize,
     door: Door,
-    live: IdMap<usize, Live>,
+    live: Pages<usize, Box<Live>>,
     /// Of the requests that wait for a moment: when, by time.
     deadlines: BTreeSet<(Time, usize)>,
     /// Waiting at the door, in order, and since when.
     queued: VecDeque<(usize, Ask, Time)>,
-    streams: IdMap<StreamId, StreamOf>,
+    streams: Pages<StreamId, StreamOf>,
     pub(crate) fleet: FleetView,
     wake: Option<Time>,
 }
@@ -54,10 +54,10 @@ impl Router {
         Self {
             index,
             door: Door::new(context.shape.door),
-            live: IdMap::default(),
+            live: Pages::default(),
             deadlines: BTreeSet::new(),
             queued: VecDeque::new(),
-            streams: IdMap::default(),
+            streams: Pages::default(),
             fleet: FleetView::new(index, &context.shape, context.random.next()),
             wake: None,
         }
@@ -65,6 +65,18 @@ impl Router {
 
     const fn node(&self) -> Node {
         Node::Router(self.index)
+    }
+
+    /// The request that a stream belongs to.
+    pub(crate) fn request_of(&self, stream: StreamId) -> Option<usize> {
+        self.streams.get(stream).map(|of| of.request)
+    }
+
+    /// Reads what a token of this request reads.
+    pub(crate) fn warm(&self, request: usize) {
+        if let Some(live) = self.live.get(request) {
+            live.warm();
+        }
     }
 
     /// Requests that are not over.
@@ -114,7 +126,7 @@ impl Router {
     /// `accepted`: the other side heard of the stream.
     pub(crate) fn arrive(&mut self, context: &mut Context, arrival: Arrival, accepted: bool) {
         let id = arrival.stream;
-        let Some(of) = self.streams.get_mut(&id) else { return };
+        let Some(of) = self.streams.get_mut(id) else { return };
         let (group, attempt) = (of.group, of.attempt);
         let mut last = false;
         let fact = match arrival.payload {
@@ -132,7 +144,7 @@ impl Router {
             }
             answer if of.call => {
                 let request = of.request;
-                self.streams.remove(&id);
+                self.streams.remove(id);
                 context.close(id, Side::Opener);
                 if !matches!(answer, Payload::Redirected(true)) {
                     let event = PrefillFact::NotRedirected;
@@ -143,7 +155,7 @@ impl Router {
             }
             // Every sequence has had its last word.
             Payload::Closed if of.may_end => {
-                self.streams.remove(&id);
+                self.streams.remove(id);
                 return;
             }
             Payload::Closed | Payload::Lost => match (of.prefill, accepted) {
@@ -161,7 +173,7 @@ impl Router {
                 | RequestFact::Decode { event: DecodeFact::Lost | DecodeFact::Unreachable, .. }
         );
         if last || lost {
-            self.streams.remove(&id);
+            self.streams.remove(id);
         }
         if last {
             context.close(id, Side::Opener);
@@ -183,7 +195,8 @@ impl Router {
             deadline: ask.patience.map(|patience| context.now + patience),
             limits: RetryLimits::default(),
         };
-        self.live.insert(request, Live::new(context, ask, Request::new(config), asked));
+        let live = Live::new(context, ask, Request::new(config), asked);
+        self.live.insert(request, Box::new(live));
         self.fact(context, request, RequestFact::Start);
     }
 
@@ -206,9 +219,9 @@ impl Router {
 
     fn fact(&mut self, context: &mut Context, request: usize, fact: RequestFact) {
         context.note(|| format!("router {} request {request}: {fact:?}", self.index));
-        let Some(live) = self.live.get_mut(&request) else { return };
+        let Some(live) = self.live.get_mut(request) else { return };
         live.machine.handle(context.now, fact);
-        while let Some(action) = self.live.get_mut(&request).and_then(|live| live.machine.poll()) {
+        while let Some(action) = self.live.get_mut(request).and_then(|live| live.machine.poll()) {
             context.note(|| format!("router {} request {request} -> {action:?}", self.index));
             self.act(context, request, action);
         }
@@ -216,7 +229,7 @@ impl Router {
     }
 
     fn note_deadline(&mut self, request: usize) {
-        let Some(live) = self.live.get_mut(&request) else { return };
+        let Some(live) = self.live.get_mut(request) else { return };
         let deadline = live.machine.deadline();
         let before = std::mem::replace(&mut live.deadline, deadline);
         if before != deadline {

@@ -46,7 +46,6 @@ impl Worker {
             false => (Origin::Remote, LegStage::BeforeOffer),
         };
         let state = self.new_leg(context.now, spec, stream, stage);
-        context.holds_changed = true;
         let sequence = state.spec.sequence(&state.ids, origin);
         let num = state.ids.len();
         let leg = DecodeLeg {
@@ -58,7 +57,7 @@ impl Worker {
             open: vec![true; num],
             stopped: vec![false; num],
         };
-        self.legs.insert(key, Leg::Decode(leg));
+        self.add_leg(context, key, Leg::Decode(Box::new(leg)));
         self.command(context, Command::Submit(Box::new(sequence)));
         if let Some(offer) = offer
             && let Some(control) = self.parked.remove(&key)
@@ -105,6 +104,7 @@ impl Worker {
                     Match::Leg => return self.offered(context, stream, offer),
                     Match::Parked => {
                         self.parked.insert(key, stream);
+                        self.due = self.due.into_iter().chain(self.registry.deadline()).min();
                         return;
                     }
                     Match::Gone(cause) => DestinationMessage::Gone(cause),
@@ -261,6 +261,7 @@ impl Worker {
         let Some(machine) = self.decode_leg(key).and_then(|leg| leg.destination.as_mut()) else { return };
         machine.handle(now, fact);
         let actions: Vec<DestinationAction> = std::iter::from_fn(|| machine.poll()).collect();
+        self.note_deadline(key);
         for action in actions {
             self.destination_action(context, key, action);
         }
@@ -329,8 +330,7 @@ impl Worker {
         cause: Cause,
     ) {
         self.moved(context, key);
-        let Some(Leg::Decode(leg)) = self.end_leg(key, context.now) else { return };
-        context.holds_changed = true;
+        let Some(Leg::Decode(leg)) = self.end_leg(context, key) else { return };
         if leg.receiver.is_some() {
             context.violate(|| format!("{key} ended with a live writer"));
         }

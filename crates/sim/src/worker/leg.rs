@@ -1,5 +1,6 @@
 //! What a worker keeps of a leg.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use baton_handoff::{Destination, FirstToken, HandoffKey, InstanceId, Source, Time};
@@ -16,7 +17,7 @@ use crate::waits::Wait;
 pub(crate) struct LegSpec {
     pub(crate) key: HandoffKey,
     /// With tokens delivered earlier at its end.
-    pub(crate) prompt: Vec<u32>,
+    pub(crate) prompt: Arc<[u32]>,
     pub(crate) num_generated: u32,
     pub(crate) num_sequences: u32,
     /// Number, within the request, of the first of them.
@@ -43,7 +44,7 @@ impl LegSpec {
             id: ids.first().copied().unwrap_or(SequenceId(0)),
             siblings: ids.get(1..).unwrap_or_default().to_vec(),
             origin,
-            prompt: self.prompt.clone(),
+            prompt: self.prompt.to_vec(),
             sampling: SamplingParams { temperature: 1.0, seed: self.seed, ..SamplingParams::GREEDY },
             sequence: self.first_sequence,
             num_generated: self.num_generated,
@@ -108,12 +109,17 @@ impl LegStage {
         }
     }
 
-    pub(crate) const fn holds_blocks(self) -> bool {
+    /// Whether it holds blocks, and whether it waits for some.
+    pub(crate) const fn blocks(self) -> (bool, bool) {
+        (self.holds_blocks(), self.waits_for_blocks())
+    }
+
+    const fn holds_blocks(self) -> bool {
         matches!(self, Self::Computing | Self::Holding | Self::Receiving | Self::Running)
     }
 
     /// Here, now or once the other side has answered.
-    pub(crate) const fn waits_for_blocks(self) -> bool {
+    const fn waits_for_blocks(self) -> bool {
         matches!(self, Self::Offered | Self::Granted | Self::Reserving)
     }
 }
@@ -142,9 +148,10 @@ impl LegState {
     }
 }
 
+/// Boxed, so that a search among a worker's legs goes over keys that lie close together.
 pub(crate) enum Leg {
-    Prefill(PrefillLeg),
-    Decode(DecodeLeg),
+    Prefill(Box<PrefillLeg>),
+    Decode(Box<DecodeLeg>),
 }
 
 pub(crate) struct PrefillLeg {
@@ -175,6 +182,15 @@ pub(crate) struct DecodeLeg {
 }
 
 impl Leg {
+    /// Reads what a token of it reads.
+    pub(crate) fn warm(&self) {
+        let LegState { stage, since, ids, spec, .. } = self.state();
+        std::hint::black_box((*stage, *since, ids.first().copied(), spec.first_sequence));
+        if let Self::Decode(leg) = self {
+            std::hint::black_box((leg.started, leg.open.first().copied(), leg.receiver.is_some()));
+        }
+    }
+
     pub(crate) fn deadline(&self) -> Option<Time> {
         match self {
             Self::Prefill(leg) => leg.source.as_ref()?.deadline(),
@@ -182,14 +198,14 @@ impl Leg {
         }
     }
 
-    pub(crate) const fn state(&self) -> &LegState {
+    pub(crate) fn state(&self) -> &LegState {
         match self {
             Self::Prefill(leg) => &leg.state,
             Self::Decode(leg) => &leg.state,
         }
     }
 
-    pub(crate) const fn state_mut(&mut self) -> &mut LegState {
+    pub(crate) fn state_mut(&mut self) -> &mut LegState {
         match self {
             Self::Prefill(leg) => &mut leg.state,
             Self::Decode(leg) => &mut leg.state,

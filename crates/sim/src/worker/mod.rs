@@ -73,6 +73,8 @@ pub(crate) struct Worker {
     next_sequence: u64,
     timers: Timers,
     wake: Option<Time>,
+    /// The earliest deadline among those that changed since the alarm was looked at.
+    due: Option<Time>,
 }
 
 impl Worker {
@@ -101,6 +103,7 @@ impl Worker {
             next_sequence: 0,
             timers,
             wake: None,
+            due: None,
         }
     }
 
@@ -112,17 +115,41 @@ impl Worker {
         Node::Worker(self.index)
     }
 
+    /// Reads what most events here read first.
+    pub(crate) fn warm(&self) {
+        let steps = &self.steps;
+        std::hint::black_box((
+            self.alive,
+            self.paused,
+            self.wake,
+            self.due,
+            self.legs.len(),
+            self.sequences.len(),
+        ));
+        std::hint::black_box((steps.is_idle(), steps.load().queued_tokens, steps.rates().decode_step_ms));
+        std::hint::black_box(self.publisher.is_scheduled());
+    }
+
+    /// Reads what the end of a step reads of each sequence.
+    pub(crate) fn warm_sequences(&self) {
+        self.steps.scheduler().warm();
+        std::hint::black_box(self.sequences.values().filter(|key| key.attempt > 0).count());
+        self.legs.values().for_each(Leg::warm);
+    }
+
+    /// The streams on which routers hear of the tokens that a step makes.
+    pub(crate) fn router_streams(&self) -> impl Iterator<Item = StreamId> {
+        self.legs.values().filter_map(|leg| leg.state().stream)
+    }
+
     /// Legs, parked offers and lingering machines: nothing is left when all is over.
     pub(crate) fn num_left(&self) -> (usize, usize, usize) {
         (self.legs.len(), self.parked.len(), self.lingering.len())
     }
 
     /// Which legs hold blocks here, and which wait for some.
-    pub(crate) fn holds(&self) -> impl Iterator<Item = (HandoffKey, bool, bool)> {
-        self.legs.iter().map(|(key, leg)| {
-            let stage = leg.state().stage;
-            (*key, stage.holds_blocks(), stage.waits_for_blocks())
-        })
+    pub(crate) fn holds(&self) -> impl Iterator<Item = (HandoffKey, (bool, bool))> {
+        self.legs.iter().map(|(key, leg)| (*key, leg.state().stage.blocks()))
     }
 
     /// The process is gone, with everything it held.
@@ -191,6 +218,7 @@ impl Worker {
             }
             self.outcomes(context, outcomes);
         }
+        self.steps.refresh();
         self.publish_changes(context);
         self.set_alarm(context);
     }
@@ -243,13 +271,19 @@ impl Worker {
         LegState { spec, ids, stream: Some(stream), control: None, stage, since: now }
     }
 
+    fn add_leg(&mut self, context: &mut Context, key: HandoffKey, leg: Leg) {
+        context.graph.note(key, self.index, leg.state().stage.blocks());
+        self.legs.insert(key, leg);
+    }
+
     /// A leg's sequences and timers are no more.
-    fn end_leg(&mut self, key: HandoffKey, now: Time) -> Option<Leg> {
+    fn end_leg(&mut self, context: &mut Context, key: HandoffKey) -> Option<Leg> {
         let leg = self.legs.remove(&key)?;
+        context.graph.note(key, self.index, (false, false));
         for id in &leg.state().ids {
             self.sequences.remove(id);
         }
-        self.steps.forget(&leg.state().ids, now);
+        self.steps.forget(&leg.state().ids, context.now);
         Some(leg)
     }
 
@@ -257,7 +291,9 @@ impl Worker {
         let Some(leg) = self.legs.get_mut(&key) else { return };
         let state = leg.state_mut();
         context.waited(state.stage.wait(), state.since);
-        context.holds_changed |= state.stage != stage;
+        if state.stage.blocks() != stage.blocks() {
+            context.graph.note(key, self.index, stage.blocks());
+        }
         (state.stage, state.since) = (stage, context.now);
     }
 
@@ -331,9 +367,27 @@ impl Worker {
         }
     }
 
+    /// A leg's machine was told something.
+    fn note_deadline(&mut self, key: HandoffKey) {
+        let deadline = self.legs.get(&key).and_then(|leg| leg.deadline());
+        self.due = self.due.into_iter().chain(deadline).min();
+    }
+
+    fn deadline(&self) -> Option<Time> {
+        let legs = self.legs.values().filter_map(|leg| leg.deadline());
+        legs.chain(self.registry.deadline()).min()
+    }
+
+    /// Whether the alarm goes off before anything is due.
+    pub(crate) fn is_alarm_in_time(&self) -> bool {
+        self.deadline().is_none_or(|deadline| self.wake.is_some_and(|at| at <= deadline))
+    }
+
     fn set_alarm(&mut self, context: &mut Context) {
-        let legs = self.legs.values().filter_map(Leg::deadline);
-        let Some(next) = legs.chain(self.registry.deadline()).min() else { return };
+        let due = self.due.take();
+        // An alarm that is set is earlier than whatever did not change.
+        let next = if self.wake.is_some() { due } else { self.deadline() };
+        let Some(next) = next else { return };
         if self.wake.is_none_or(|at| next < at) {
             self.wake = Some(next);
             let after = next.saturating_sub(context.now);

@@ -52,11 +52,10 @@ impl Worker {
         // Without a destination nobody is asked for room.
         let stage = if source.is_some() { LegStage::Queued } else { LegStage::Granted };
         let state = self.new_leg(context.now, spec, stream, stage);
-        context.holds_changed = true;
         let sequence = state.spec.sequence(&state.ids, Origin::Prefill);
         let (skip_tokens, lease, held, sender, first) = (0, None, None, None, Vec::new());
         let leg = PrefillLeg { state, source, skip_tokens, lease, held, sender, first };
-        self.legs.insert(key, Leg::Prefill(leg));
+        self.add_leg(context, key, Leg::Prefill(Box::new(leg)));
         self.command(context, Command::Submit(Box::new(sequence)));
     }
 
@@ -189,6 +188,7 @@ impl Worker {
         let Some(source) = self.prefill_leg(key).and_then(|leg| leg.source.as_mut()) else { return };
         source.handle(now, fact);
         let actions: Vec<SourceAction> = std::iter::from_fn(|| source.poll()).collect();
+        self.note_deadline(key);
         for action in actions {
             self.source_action(context, key, action);
         }
@@ -342,8 +342,7 @@ impl Worker {
         cause: Cause,
     ) {
         self.moved(context, key);
-        let Some(Leg::Prefill(leg)) = self.end_leg(key, context.now) else { return };
-        context.holds_changed = true;
+        let Some(Leg::Prefill(leg)) = self.end_leg(context, key) else { return };
         if leg.sender.is_some() {
             context.violate(|| format!("{key} ended with a live sender"));
         }

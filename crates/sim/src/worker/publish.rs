@@ -9,6 +9,7 @@ use baton_handoff::{InstanceId, Time};
 use baton_kv::{BlockHash, CacheChanges};
 
 use super::Worker;
+use super::steps::Load;
 use crate::context::Context;
 use crate::queue::{RouterEvent, WorkerEvent};
 use crate::status::{CacheUpdate, CacheWriter, MAX_HASHES, Status};
@@ -26,6 +27,15 @@ const PACE: Duration = Duration::from_millis(2);
 /// Weight of the newest handoff in a link's measured rate.
 const NEWEST: f64 = 0.3;
 
+/// Links that are remembered, as on a real worker; the one that was used least recently is forgotten first.
+const MAX_LINKS: usize = 64;
+
+struct Link {
+    bytes_per_s: f64,
+    /// Number of its latest transfer.
+    used: u64,
+}
+
 #[derive(Default)]
 pub(super) struct Publisher {
     num_statuses: u64,
@@ -38,8 +48,9 @@ pub(super) struct Publisher {
     /// One for each router.
     caches: Vec<CacheWriter>,
     changes: CacheChanges,
-    links: BTreeMap<InstanceId, f64>,
-    /// What routers are told of them; made anew with a heartbeat, since there can be as many as workers.
+    links: BTreeMap<InstanceId, Link>,
+    num_transfers: u64,
+    /// What routers are told of them; made anew with a heartbeat.
     told_links: Arc<[LinkView]>,
     links_changed: bool,
 }
@@ -58,15 +69,26 @@ impl Publisher {
         }
     }
 
+    pub(super) const fn is_scheduled(&self) -> bool {
+        self.scheduled
+    }
+
     pub(super) fn measured(&mut self, destination: InstanceId, bytes_per_s: f64) {
-        let rate = self.links.entry(destination).or_insert(bytes_per_s);
-        *rate = *rate * (1.0 - NEWEST) + bytes_per_s * NEWEST;
+        self.num_transfers += 1;
+        let used = self.num_transfers;
+        let link = self.links.entry(destination).or_insert(Link { bytes_per_s, used });
+        *link = Link { bytes_per_s: link.bytes_per_s * (1.0 - NEWEST) + bytes_per_s * NEWEST, used };
+        if self.links.len() > MAX_LINKS {
+            let oldest = self.links.iter().min_by_key(|(_, link)| link.used).map(|(to, _)| *to);
+            oldest.and_then(|oldest| self.links.remove(&oldest));
+        }
         self.links_changed = true;
     }
 
     fn renew_links(&mut self) {
         if std::mem::take(&mut self.links_changed) {
-            let link = |(to, rate): (&InstanceId, &f64)| LinkView { decode: *to, bytes_per_s: *rate };
+            let link =
+                |(to, link): (&InstanceId, &Link)| LinkView { decode: *to, bytes_per_s: link.bytes_per_s };
             self.told_links = self.links.iter().map(link).collect();
         }
     }
@@ -162,10 +184,8 @@ impl Worker {
     }
 
     fn view(&self) -> WorkerView {
-        let scheduler = self.steps.scheduler();
-        let counts = scheduler.counts();
-        let pool = scheduler.pool().counts();
-        let rates = self.steps.rates();
+        let pool = self.steps.scheduler().pool().counts();
+        let (Load { counts, queued_tokens }, rates) = (self.steps.load(), self.steps.rates());
         let running = if self.role == Role::Prefill { counts.prefilling } else { counts.running };
         WorkerView {
             instance: self.instance,
@@ -176,7 +196,7 @@ impl Worker {
             num_running: running as u32,
             free_blocks: (pool.free + pool.cached) as u32,
             total_blocks: pool.total as u32,
-            queued_tokens: scheduler.queued_tokens(),
+            queued_tokens,
             in_flight: 0,
             prefill_tokens_per_s: rates.prefill_tokens_per_s,
             decode_step_ms: rates.decode_step_ms,

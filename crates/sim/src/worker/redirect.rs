@@ -27,11 +27,10 @@ impl Worker {
             self.fence(context, from);
             self.close_control(context, from);
             self.registry.finish(from, Cause::Cancelled, context.now);
-            self.rename(from, to);
+            self.rename(context, from, to);
             if let Some(leg) = self.prefill_leg(to) {
                 leg.state.spec.destination = Some(destination);
             }
-            context.holds_changed = true;
             let destination = destination.1;
             self.source_fact(context, to, SourceFact::Redirected { key: to, destination });
         }
@@ -39,10 +38,11 @@ impl Worker {
         context.close(stream, Side::Acceptor);
     }
 
-    fn rename(&mut self, from: HandoffKey, to: HandoffKey) {
+    fn rename(&mut self, context: &mut Context, from: HandoffKey, to: HandoffKey) {
         let Some(mut leg) = self.legs.remove(&from) else { return };
+        context.graph.note(from, self.index, (false, false));
         leg.state_mut().spec.key = to;
-        self.legs.insert(to, leg);
+        self.add_leg(context, to, leg);
         let keys = self.streams.values_mut().map(|(key, _)| key).chain(self.sequences.values_mut());
         for key in keys.filter(|key| **key == from) {
             *key = to;

@@ -8,7 +8,7 @@ use baton_handoff::Time;
 use baton_kv::BlockPool;
 use baton_scheduler::{
     Engine, Event, FirstToken, Flow, NewSequence, Origin, Refusal, Scheduler, SchedulerConfig, SequenceId,
-    StepOutput,
+    StageCounts, StepOutput,
 };
 use baton_timing::{TimingConfig, TimingEngine};
 
@@ -67,7 +67,16 @@ pub(crate) struct Rates {
     pub(crate) decode_step_ms: f64,
 }
 
+/// What the scheduler has to do.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Load {
+    pub(crate) counts: StageCounts,
+    pub(crate) queued_tokens: u64,
+}
+
 pub(crate) struct Steps {
+    /// Whose loop this is.
+    worker: usize,
     scheduler: Scheduler,
     engine: TimingEngine,
     output: StepOutput,
@@ -83,13 +92,16 @@ pub(crate) struct Steps {
     took: Duration,
     rates: Rates,
     num_computed: u64,
+    load: Load,
+    /// The scheduler did something since that was looked at.
+    changed: bool,
 }
 
 impl Steps {
     pub(crate) fn new(index: usize, role: Role, context: &Context) -> Self {
         let shape = &context.shape;
         let config = &shape.worker;
-        let measured = context.fidelity.cost(index);
+        let planned = context.fidelity.measured(index).map(|measured| measured.planned);
         let num_blocks = match role {
             Role::Prefill => config.prefill_blocks,
             Role::Decode => config.decode_blocks,
@@ -107,13 +119,13 @@ impl Steps {
                 max_receiving_share: 0.5,
                 cache_salt: config.cache.then(|| CACHE_SALT.to_vec()),
                 ageing_tokens_per_s: 20.0,
-                step_cost: Some(measured.unwrap_or_else(|| shape.device.step_cost())),
+                step_cost: Some(planned.unwrap_or_else(|| shape.device.step_cost())),
                 max_step_ms: config.max_step_ms,
             },
             BlockPool::new(num_blocks),
         );
         scheduler.set_report_cache(config.cache);
-        let mut engine = TimingEngine::new(TimingConfig {
+        let engine = TimingEngine::new(TimingConfig {
             roofline: shape.device.roofline,
             shape: shape.device.model,
             num_blocks,
@@ -122,10 +134,8 @@ impl Steps {
             vocab: VOCAB,
             max_step_tokens: config.max_step_tokens,
         });
-        if let Some(cost) = measured {
-            engine.set_step_cost(cost);
-        }
         Self {
+            worker: index,
             scheduler,
             engine,
             output: StepOutput::default(),
@@ -138,6 +148,8 @@ impl Steps {
             took: Duration::ZERO,
             rates: Rates::default(),
             num_computed: 0,
+            load: Load::default(),
+            changed: true,
         }
     }
 
@@ -155,6 +167,19 @@ impl Steps {
 
     pub(crate) const fn engine_mut(&mut self) -> &mut TimingEngine {
         &mut self.engine
+    }
+
+    /// Counts sequences, if there can be others; while what was just planned is at hand. Who asks later looks at none.
+    pub(crate) fn refresh(&mut self) {
+        if std::mem::take(&mut self.changed) {
+            let queued_tokens = self.scheduler.queued_tokens();
+            self.load = Load { counts: self.scheduler.counts(), queued_tokens };
+        }
+    }
+
+    /// As of the last refresh.
+    pub(crate) const fn load(&self) -> Load {
+        self.load
     }
 
     pub(crate) const fn rates(&self) -> Rates {
@@ -196,6 +221,7 @@ impl Steps {
         if self.stepping {
             return None;
         }
+        self.changed = true;
         while let Some(command) = self.commands.pop_front() {
             self.execute(context, command, out);
         }
@@ -206,15 +232,26 @@ impl Steps {
         }
         let empty = self.scheduler.plan(context.now).is_empty();
         if !empty {
-            let plan = self.scheduler.current_plan();
-            if let Err(error) = self.engine.step(plan, &mut self.output, &mut |_| Flow::Continue) {
-                context.violate(|| format!("engine: {error}"));
-            }
-            self.took = context.fidelity.step_time(self.engine.last_step_time(), &mut context.random);
-            self.stepping = true;
+            self.begin(context);
         }
         self.drain(context, out);
         self.stepping.then_some((self.number, self.took))
+    }
+
+    /// Computes the plan, and notes how long that takes.
+    fn begin(&mut self, context: &mut Context) {
+        let plan = self.scheduler.current_plan();
+        let kind = context.fidelity.measured(self.worker).and_then(|measured| measured.kind(plan));
+        let ratio = kind.map(|kind| {
+            self.engine.set_step_cost(kind.cost);
+            kind.draw(&mut context.random)
+        });
+        if let Err(error) = self.engine.step(plan, &mut self.output, &mut |_| Flow::Continue) {
+            context.violate(|| format!("engine: {error}"));
+        }
+        let expected = self.engine.last_step_time();
+        self.took = ratio.map_or(expected, |ratio| expected.mul_f64(ratio));
+        self.stepping = true;
     }
 
     fn execute(&mut self, context: &mut Context, command: Command, out: &mut Vec<Outcome>) {
@@ -277,6 +314,7 @@ impl Steps {
             return;
         }
         self.stepping = false;
+        self.changed = true;
         self.number += 1;
         self.scheduler.apply(&self.output, context.now);
         self.measure();

@@ -7,9 +7,12 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
 use super::gauges::{Sample, Scraped, SourceSlot};
+use super::profile::StepKindGauges;
 use super::spans::SpanMetrics;
 use super::{Counter, LateMessages, Seconds, TracedHistogram};
-use crate::scrape::{BLOCKS_CONFIGURED, PART, STEP_COST, STEP_COST_RESIDUAL};
+use crate::scrape::{
+    BLOCKS_CONFIGURED, PART, STEP_COST, STEP_COST_RESIDUAL, STEP_PROFILE, STEP_PROFILE_RATIO,
+};
 use crate::trace::Tracing;
 
 const VLLM_RUNNING: &str = "vllm:num_requests_running";
@@ -90,6 +93,8 @@ pub struct WorkerMetrics {
     requests: SourceSlot,
     step_cost: SourceSlot,
     step_cost_residual: SourceSlot,
+    step_profile: SourceSlot,
+    step_profile_ratio: SourceSlot,
     vllm_running: SourceSlot,
     vllm_waiting: SourceSlot,
     vllm_kv_usage: SourceSlot,
@@ -156,6 +161,14 @@ impl WorkerMetrics {
             step_cost_residual: gauge(
                 STEP_COST_RESIDUAL,
                 "How far off the fitted cost is, as a share of a step.",
+            ),
+            step_profile: gauge(
+                STEP_PROFILE,
+                "Seconds of a turn with a step of this kind, of each of its tokens and of each token attended over.",
+            ),
+            step_profile_ratio: gauge(
+                STEP_PROFILE_RATIO,
+                "How many times its expected time a share of the steps of this kind takes at most.",
             ),
             vllm_running: gauge(VLLM_RUNNING, "Sequences that are computed."),
             vllm_waiting: gauge(VLLM_WAITING, "Sequences that wait."),
@@ -289,6 +302,13 @@ impl WorkerMetrics {
         });
     }
 
+    /// What turns take by kind of step is read through `kinds` at each scrape; it must not block for long.
+    pub fn read_step_profile(&self, kinds: impl Fn() -> Vec<StepKindGauges> + Clone + Send + Sync + 'static) {
+        let of_ratios = kinds.clone();
+        self.step_profile.set(move || kinds().iter().flat_map(StepKindGauges::seconds).collect());
+        self.step_profile_ratio.set(move || of_ratios().iter().flat_map(StepKindGauges::shares).collect());
+    }
+
     /// Blocks are read through `counts` at each scrape; it must not block.
     pub fn read_blocks(&self, counts: impl Fn() -> BlockCounts + Clone + Send + Sync + 'static) {
         let of_total = counts.clone();
@@ -364,6 +384,10 @@ mod tests {
                 residual: 0.0625,
             })
         });
+        metrics.read_step_profile(|| {
+            let gauges = StepKindGauges { kind: "few", per_token_s: 0.25, ..StepKindGauges::default() };
+            vec![StepKindGauges { ratios: [1.5; 13], ..gauges }]
+        });
         metrics.read_vllm(|| VllmGauges { running: 2, waiting: 1, kv_usage: 0.25 });
         let text = metrics.encode();
         for line in [
@@ -383,6 +407,8 @@ mod tests {
             "baton_step_cost_seconds{part=\"fixed\"} 0.5",
             "baton_step_cost_seconds{part=\"context_token\"} 0.125",
             "baton_step_cost_residual 0.0625",
+            "baton_step_profile_seconds{kind=\"few\",part=\"token\"} 0.25",
+            "baton_step_profile_ratio{kind=\"few\",share=\"0.99\"} 1.5",
             "baton_num_requests{stage=\"running\"} 3",
             "baton_num_requests{stage=\"waiting\"} 0",
             "baton_prompt_tokens_computed_total 5",

@@ -76,6 +76,30 @@ async fn an_export_ends_with_its_timeout_and_the_next_one_is_tried() {
 }
 
 #[tokio::test]
+async fn a_collector_that_closes_in_mid_export_costs_that_export_alone() {
+    for protocol in [Protocol::Grpc, Protocol::Http] {
+        let mut received = match protocol {
+            Protocol::Grpc => collector::grpc().await,
+            Protocol::Http => collector::http().await,
+        };
+        let endpoint = collector::closing_first(&received.endpoint).await;
+        let (tracing, guard) =
+            Tracing::start(collector::config(&endpoint, protocol), SERVICE).expect("starts");
+        record(&tracing, 1);
+        collector::eventually("the end of the first export", || accounted(&tracing) == 25).await;
+        record(&tracing, 2);
+        collector::eventually("the end of the second", || accounted(&tracing) == 75).await;
+        let (exported, mut num) = (tracing.counts().exported, 0);
+        assert!(exported >= 50, "{:?}", tracing.counts());
+        while num < exported {
+            num += received.next().await.1.len() as u64;
+        }
+        assert_eq!(num, exported);
+        guard.shutdown(Duration::from_secs(1)).await;
+    }
+}
+
+#[tokio::test]
 async fn a_file_that_can_not_be_opened_is_named() {
     let config = collector::config("unused", Protocol::Grpc);
     let folder = tempfile::tempdir().expect("a folder");

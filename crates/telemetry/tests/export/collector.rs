@@ -15,7 +15,8 @@ use opentelemetry_proto::tonic::collector::trace::v1::{
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use prost::Message;
-use tokio::net::TcpListener;
+use tokio::io::AsyncReadExt;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
@@ -88,6 +89,24 @@ pub(crate) async fn hanging() -> String {
         let mut connections = Vec::new();
         while let Ok((connection, _)) = listener.accept().await {
             connections.push(connection);
+        }
+    });
+    format!("http://{address}")
+}
+
+/// Passes connections on to `endpoint`, but for the first: it is closed as soon as something comes over it.
+pub(crate) async fn closing_first(endpoint: &str) -> String {
+    let to = endpoint.trim_start_matches("http://").to_owned();
+    let (listener, address) = listen().await;
+    tokio::spawn(async move {
+        let mut is_first = true;
+        while let Ok((mut here, _)) = listener.accept().await {
+            if std::mem::take(&mut is_first) {
+                let _ = here.read(&mut [0; 64]).await;
+                continue;
+            }
+            let mut there = TcpStream::connect(&to).await.expect("the collector listens");
+            tokio::spawn(async move { tokio::io::copy_bidirectional(&mut here, &mut there).await });
         }
     });
     format!("http://{address}")

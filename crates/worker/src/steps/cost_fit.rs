@@ -9,6 +9,9 @@ use super::rates::DecayingRatio;
 /// What a step still weighs after one more: about the last hundred count.
 const KEEP: f64 = 0.99;
 
+/// What a step still weighs among the last ones after one more: about ten count, as many as a long prompt has.
+const KEEP_RECENT: f64 = 0.9;
+
 /// Steps before the first answer, and between two.
 const EVERY: u32 = 16;
 
@@ -17,18 +20,19 @@ const EVERY: u32 = 16;
 const RIDGE: Features = [1e-3, 1e-6, 1e-6];
 
 /// 1, new tokens, context: see [`StepCost`].
-type Features = [f64; 3];
+pub(super) type Features = [f64; 3];
 
 /// A running least-squares fit of [`StepCost`].
 #[derive(Debug, Default)]
 pub(super) struct CostFit {
-    /// Sums over steps of the products of features, and of features and seconds.
-    products: [Features; 3],
-    seconds: Features,
+    squares: LeastSquares,
     num_steps: u32,
     /// The last answer, and how far it was off since.
     last: Option<StepCost>,
     off: DecayingRatio,
+    /// Features and seconds of the last ten steps or so, summed.
+    recent: Features,
+    recent_seconds: f64,
 }
 
 impl CostFit {
@@ -38,23 +42,19 @@ impl CostFit {
         if let Some(last) = self.last
             && seconds > 0.0
         {
-            let [one, tokens, context] = features;
-            let expected =
-                last.fixed_s * one + last.per_token_s * tokens + last.per_context_token_s * context;
-            self.off.add((expected - seconds).abs() / seconds, 1.0);
+            self.off.add((expected(&last, &features) - seconds).abs() / seconds, 1.0);
         }
-        for (row, one) in features.iter().enumerate() {
-            for (column, other) in features.iter().enumerate() {
-                let sum = &mut self.products[row][column];
-                *sum = KEEP * *sum + one * other;
-            }
-            self.seconds[row] = KEEP * self.seconds[row] + one * seconds;
+        for (sum, feature) in self.recent.iter_mut().zip(features) {
+            *sum = KEEP_RECENT * *sum + feature;
         }
+        self.recent_seconds = KEEP_RECENT * self.recent_seconds + seconds;
+        self.squares.fade(KEEP);
+        self.squares.add(&features, seconds, 1.0);
         self.num_steps = self.num_steps.wrapping_add(1);
         if !self.num_steps.is_multiple_of(EVERY) {
             return None;
         }
-        self.last = Some(self.fit());
+        self.last = Some(self.squares.fit());
         self.last
     }
 
@@ -63,8 +63,45 @@ impl CostFit {
         self.off.get()
     }
 
+    /// By what factor the last steps took longer than the fit expects of them, long ones weighing more; 1 before there is a fit. What else
+    /// uses this machine's memory and cores changes from one step to the next, and the fit remembers a hundred.
+    pub(super) fn level(&self) -> f64 {
+        let expected = self.last.map_or(0.0, |last| expected(&last, &self.recent));
+        if expected > 0.0 { self.recent_seconds / expected } else { 1.0 }
+    }
+}
+
+/// Seconds that a cost expects of a step.
+pub(super) const fn expected(cost: &StepCost, [one, tokens, context]: &Features) -> f64 {
+    cost.fixed_s * *one + cost.per_token_s * *tokens + cost.per_context_token_s * *context
+}
+
+/// The normal equations of a [`StepCost`].
+#[derive(Debug, Default)]
+pub(super) struct LeastSquares {
+    /// Weighted sums over steps of the products of features, and of features and seconds.
+    products: [Features; 3],
+    seconds: Features,
+}
+
+impl LeastSquares {
+    /// All steps so far weigh `keep` times as much.
+    pub(super) fn fade(&mut self, keep: f64) {
+        self.products.as_flattened_mut().iter_mut().chain(&mut self.seconds).for_each(|sum| *sum *= keep);
+    }
+
+    /// Another step.
+    pub(super) fn add(&mut self, features: &Features, seconds: f64, weight: f64) {
+        for (row, one) in features.iter().enumerate() {
+            for (column, other) in features.iter().enumerate() {
+                self.products[row][column] += weight * one * other;
+            }
+            self.seconds[row] += weight * one * seconds;
+        }
+    }
+
     /// No part of a cost is below zero: a part that would be is left out, and the others are fitted without it.
-    fn fit(&self) -> StepCost {
+    pub(super) fn fit(&self) -> StepCost {
         let mut used = [true; 3];
         loop {
             let cost = self.solve(used);
@@ -109,7 +146,8 @@ impl CostFit {
     }
 }
 
-fn features(plan: &StepPlan) -> Features {
+/// The features of a plan's step.
+pub(super) fn features(plan: &StepPlan) -> Features {
     let context = plan.rows.iter().map(|row| {
         let (position, tokens) = (row.position as f64, row.tokens.len() as f64);
         tokens * position + tokens * (tokens + 1.0) / 2.0
@@ -134,8 +172,7 @@ mod tests {
     }
 
     fn seconds(plan: &StepPlan, cost: &StepCost) -> f64 {
-        let [one, tokens, context] = features(plan);
-        cost.fixed_s * one + cost.per_token_s * tokens + cost.per_context_token_s * context
+        expected(cost, &features(plan))
     }
 
     #[test]
@@ -185,6 +222,34 @@ mod tests {
             fit.observe(&same, if n % 2 == 0 { 0.009 } else { 0.011 });
         }
         assert!((fit.residual() - 0.1).abs() < 0.02, "{}", fit.residual());
+    }
+
+    #[test]
+    fn the_level_follows_at_once_when_steps_begin_to_take_longer() {
+        let mut fit = CostFit::default();
+        let chunks: Vec<StepPlan> = (0..4).map(|nth| plan(&[(nth * 512, 512)])).collect();
+        assert_eq!(fit.level(), 1.0);
+        for n in 0..200 {
+            fit.observe(&chunks[n % 4], seconds(&chunks[n % 4], &TRUTH));
+        }
+        assert!((fit.level() - 1.0).abs() < 0.03, "{}", fit.level());
+        // A prompt of eight chunks, a tenth slower, and short steps between them.
+        let short = plan(&[(0, 16)]);
+        for n in 0..8 {
+            fit.observe(&chunks[n % 4], 1.1 * seconds(&chunks[n % 4], &TRUTH));
+            fit.observe(&short, 1.1 * seconds(&short, &TRUTH));
+        }
+        let cost = fit.fit();
+        let of = |cost: &StepCost| chunks.iter().map(|chunk| seconds(chunk, cost)).sum::<f64>();
+        let (fitted, now) = (of(&cost) / of(&TRUTH), fit.level() * of(&fit.last.unwrap()) / of(&TRUTH));
+        assert!(fitted < 1.03, "the fit follows slowly: {fitted}");
+        assert!((1.05..1.11).contains(&now), "{now}");
+        // The level is that of the fit it goes with, from the first one on.
+        for n in 0..400 {
+            fit.observe(&chunks[n % 4], 1.1 * seconds(&chunks[n % 4], &TRUTH));
+            let now = fit.level() * of(&fit.last.unwrap()) / of(&TRUTH);
+            assert!((1.05..1.11).contains(&now), "{n}: {now}");
+        }
     }
 
     #[test]

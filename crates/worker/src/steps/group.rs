@@ -38,7 +38,7 @@ pub(super) struct Group {
     pub(super) started: Cell<bool>,
     /// When it began to.
     started_at: Cell<Time>,
-    /// Who ran when its prompt was done, computed elsewhere.
+    /// Who ran when room was reserved for its prompt, to be computed elsewhere.
     victims: RefCell<Vec<SequenceId>>,
     /// What they were spared.
     pub(super) avoided: Cell<Option<AvoidedStall>>,
@@ -155,7 +155,7 @@ impl Members {
         });
     }
 
-    /// The prompt of `id` was done elsewhere at `at`: who ran here then, had it been computed here, would have waited.
+    /// Room was reserved at `at` for the prompt of `id`, which is computed elsewhere: who ran here then would have waited, had it been computed here.
     pub(super) fn note_victims(&self, id: SequenceId, at: Time) {
         let Some(Member { group, .. }) = self.get(id) else { return };
         let ran = |other: &Member| {

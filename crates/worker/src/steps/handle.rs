@@ -12,6 +12,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::cache_feed::CacheView;
 use super::message::{Command, LayerSink, Live, Load, Slot, Stamped, Submit, nth_id};
+use super::profile::{KindProfile, StepProfile};
 use super::rates::StepRates;
 use super::stall::Owner;
 use super::stats::{RunBoard, RunStats};
@@ -57,6 +58,17 @@ pub struct Submission {
     pub sink: Option<Arc<dyn LayerSink>>,
 }
 
+/// What steps take.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Learnt {
+    /// As last fitted.
+    fit: Option<StepCost>,
+    /// How far that is off: mean of |expected - measured| / measured over recent steps.
+    residual: f64,
+    /// By what factor the last steps took longer.
+    level: f64,
+}
+
 /// What the loop and its handles share.
 #[derive(Default)]
 pub(super) struct Shared {
@@ -69,16 +81,19 @@ pub(super) struct Shared {
     pub(super) stop: AtomicBool,
     pub(super) load: watch::Sender<Load>,
     pub(super) rates: StepRates,
-    /// What steps take, as last fitted, and how far the fit is off.
-    pub(super) step_cost: Mutex<Option<(StepCost, f64)>>,
+    /// What steps take.
+    pub(super) step_cost: Mutex<Learnt>,
+    /// What turns of the loop took lately, by kind of step.
+    pub(super) profile: StepProfile,
     next_id: AtomicU64,
 }
 
 impl Shared {
-    /// The loop learnt what steps take. It never waits for a reader: what is not told now is told with the next fit.
-    pub(super) fn set_step_cost(&self, cost: StepCost, residual: f64) {
+    /// The loop learnt what steps take: a fit now and then, how far it is off with every step. It never waits for a reader: what is not
+    /// told now is told with the next.
+    pub(super) fn learnt(&self, fit: Option<StepCost>, residual: f64, level: f64) {
         if let Ok(mut told) = self.step_cost.try_lock() {
-            *told = Some((cost, residual));
+            *told = Learnt { fit: fit.or(told.fit), residual, level };
         }
     }
 
@@ -167,8 +182,30 @@ impl StepHandle {
     /// What a step is expected to take, and the mean of |expected - measured| / measured over recent steps; `None` before enough
     /// steps ran.
     pub fn step_cost(&self) -> Option<(StepCost, f64)> {
+        let learnt = self.learnt();
+        Some((learnt.fit?, learnt.residual))
+    }
+
+    /// The same at the level of the last steps: about what those of the last prompt took, whatever else used this machine meanwhile.
+    pub fn step_cost_now(&self) -> Option<(StepCost, f64)> {
+        let (cost, residual) = self.step_cost()?;
+        let level = self.learnt().level;
+        let cost = StepCost {
+            fixed_s: level * cost.fixed_s,
+            per_token_s: level * cost.per_token_s,
+            per_context_token_s: level * cost.per_context_token_s,
+        };
+        Some((cost, residual))
+    }
+
+    fn learnt(&self) -> Learnt {
         // It is copied in whole.
         *self.shared.step_cost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What turns of the loop took lately, by kind of step; kinds of which none was seen are left out.
+    pub fn step_profile(&self) -> Vec<KindProfile> {
+        self.shared.profile.read()
     }
 
     /// How busy the loop is, and how to hear when that changes.

@@ -79,6 +79,11 @@ impl StepMeter {
         self.fit.residual()
     }
 
+    /// By what factor the last steps took longer than expected.
+    pub(super) fn level(&self) -> f64 {
+        self.fit.level()
+    }
+
     /// What a step with so many decoding rows takes, were there nothing else in it: that of recent ones that only decoded, and of more rows
     /// than they had at most in proportion. `None` before any.
     pub(super) fn decode_alone(&self, num_rows: u32) -> Option<Duration> {

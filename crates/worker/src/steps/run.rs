@@ -20,6 +20,7 @@ use super::cache_feed::CacheFeed;
 use super::group::{Group, Member, Members, NewIds};
 use super::handle::Shared;
 use super::message::{Command, LayerSink, Live, Load, SequenceEvent, Slot, Stamped, Submit, nth_id};
+use super::profile::Planned;
 use super::rates::StepMeter;
 use super::stall::{Chunk, StallWatch};
 use super::tracer::{StepTracer, TracedStep};
@@ -103,6 +104,7 @@ impl StepLoop {
                 break Ok(());
             }
             self.boundaries.push(self.clock.now());
+            let turn = Instant::now();
             self.take_commands();
             self.take_cancels();
             let now = self.clock.now();
@@ -114,8 +116,14 @@ impl StepLoop {
             if idle {
                 self.boundaries.sleeps();
                 self.sleep();
-            } else if let Err(error) = self.step() {
-                break Err(error);
+            } else {
+                let planned = Planned::new(self.scheduler.current_plan());
+                match self.step() {
+                    // From boundary to boundary: that is what a gap between two tokens is.
+                    Ok(true) => self.shared.profile.observe(planned, turn.elapsed().as_secs_f64()),
+                    Ok(false) => {}
+                    Err(error) => break Err(error),
+                }
             }
         };
         let cause = if ended.is_ok() { Cause::Draining } else { Cause::Engine };
@@ -272,7 +280,8 @@ impl StepLoop {
         }
     }
 
-    fn step(&mut self) -> Result<(), EngineError> {
+    /// Whether it was computed to its end.
+    fn step(&mut self) -> Result<bool, EngineError> {
         self.watch_rows(self.clock.now());
         let traced = self.traced_step();
         let (shared, rows) = (&self.shared, &self.rows);
@@ -302,10 +311,10 @@ impl StepLoop {
         self.metrics.step_duration.observe(took.as_secs_f64());
         if !self.output.stopped {
             let cost = self.meter.observe(self.scheduler.current_plan(), took, &self.shared.rates);
-            if let Some(cost) = cost {
-                self.scheduler.set_step_cost(Some(cost));
-                self.shared.set_step_cost(cost, self.meter.residual());
+            if cost.is_some() {
+                self.scheduler.set_step_cost(cost);
             }
+            self.shared.learnt(cost, self.meter.residual(), self.meter.level());
             self.metrics.block_copies.inc_by(self.scheduler.current_plan().copies.len() as u64);
         }
         if let Some(traced) = traced {
@@ -318,7 +327,7 @@ impl StepLoop {
         // Whoever hears of the step finds it counted.
         self.count();
         self.forward(now);
-        Ok(())
+        Ok(!self.output.stopped)
     }
 
     fn traced_step(&mut self) -> Option<TracedStep> {

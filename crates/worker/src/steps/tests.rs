@@ -220,8 +220,12 @@ fn submission(origin: Origin, prompt: usize, max_new_tokens: u32) -> Submission 
 }
 
 async fn next(sequence: &mut Sequence) -> SequenceEvent {
+    next_stamped(sequence).await.event
+}
+
+async fn next_stamped(sequence: &mut Sequence) -> Stamped {
     let event = tokio::time::timeout(Duration::from_secs(10), sequence.next()).await;
-    event.expect("an event within its bound").expect("an event before the end").event
+    event.expect("an event within its bound").expect("an event before the end")
 }
 
 async fn tokens(sequence: &mut Sequence) -> Vec<u32> {
