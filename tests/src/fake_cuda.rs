@@ -73,6 +73,17 @@ impl FakeCuda {
         Self { library: Some(Library(driver)), ..self }
     }
 
+    /// From now on this process may open its own rings, which a real driver refuses: for tests with both ends in one process.
+    ///
+    /// # Panics
+    /// As [`Self::counts`].
+    #[must_use]
+    pub fn opening_own(self) -> Self {
+        // SAFETY: the symbol is this function in the library's source, and takes nothing.
+        unsafe { std::mem::transmute::<*mut c_void, extern "C" fn()>(self.symbol(c"fake_open_own"))() };
+        self
+    }
+
     /// Rings of others that this process has open, and handles that it gave out since it began.
     ///
     /// # Panics

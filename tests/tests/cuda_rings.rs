@@ -17,10 +17,8 @@ const RING_BYTES: usize = 8 << 20;
 
 fn driver() -> Option<(Turn, FakeCuda)> {
     let turn = Turn::take();
-    let fake = FakeCuda::build_or_skip()?.loaded();
+    let fake = FakeCuda::build_or_skip()?.loaded().opening_own();
     assert!(CudaFound::look().is_usable(), "{}", CudaFound::look());
-    // SAFETY: the turn keeps the other tests of this process away, and the driver is asked by this thread alone.
-    unsafe { std::env::set_var("FAKE_CUDA_SAME_PROCESS", "1") };
     Some((turn, fake))
 }
 

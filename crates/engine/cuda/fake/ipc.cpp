@@ -1,7 +1,7 @@
 // Device memory that another process opens (CUDA IPC). All memory of the device is a file without a name in a file system; a handle says whose descriptor it is.
 //
-// FAKE_CUDA_NO_PEER=1       no handle can be opened, as between cards that can't reach each other
-// FAKE_CUDA_SAME_PROCESS=1  a process may open its own handles, which a real driver refuses: for tests with both ends in one process
+// FAKE_CUDA_NO_PEER=1   no handle can be opened, as between cards that can't reach each other
+// A process can't open its own handles, as on a real driver, before it has called `fake_open_own`: for tests with both ends in one process.
 
 #include "device.h"
 
@@ -15,6 +15,8 @@
 #include <cstring>
 
 namespace fake {
+
+static bool opens_own = false;
 
 static size_t page_up(size_t len) { return (len + 4095) / 4096 * 4096; }
 
@@ -81,7 +83,7 @@ int cuIpcOpenMemHandle_v2(uint64_t* address, Handle handle, unsigned flags) {
     if (!has_context()) return INVALID_CONTEXT;
     if (captures_of_this_thread() > 0) return CAPTURE_UNSUPPORTED;
     if (flags != 1 || memcmp(handle.magic, "fakeipc", 8) != 0) return INVALID_VALUE;
-    if (handle.pid == getpid() && !getenv("FAKE_CUDA_SAME_PROCESS")) return INVALID_CONTEXT;
+    if (handle.pid == getpid() && !opens_own) return INVALID_CONTEXT;
     if (getenv("FAKE_CUDA_NO_PEER")) return NO_PEER_ACCESS;
     for (auto& [base, opened] : d.opened) {
         if (opened.pid == handle.pid && opened.serial == handle.serial) {
@@ -140,6 +142,11 @@ int cuMemGetAddressRange_v2(uint64_t* base, size_t* len, uint64_t address) {
     if (base) *base = first;
     if (len) *len = size;
     return SUCCESS;
+}
+
+void fake_open_own() {
+    Guard guard(device().lock);
+    opens_own = true;
 }
 
 // Handles open now; handles given out since the process began.

@@ -12,7 +12,7 @@ use crate::error::EngineBuildError;
 /// Times each is done, after one that does not count.
 const REPEATS: u32 = 20;
 
-/// Rates of one device, medians of nothing: each is the mean over what was queued at once.
+/// Rates of one device; each is the mean over what was queued at once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CudaRates {
     /// Operations of a product of square bf16 matrices into f32, in 10^12 a second; a multiply-add is two.

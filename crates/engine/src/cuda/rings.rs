@@ -70,7 +70,7 @@ impl Blocks {
         let PeerCopy { run, num_tokens, offset } = copy;
         let out_of_range = |nth| MemoryError::OutOfRange { layer: run.layer, nth, num_blocks };
         let end = run.first.checked_add(run.num_blocks).ok_or(out_of_range(run.first))?;
-        if num_tokens == 0 || offset % UNIT != 0 {
+        if num_tokens == 0 || !offset.is_multiple_of(UNIT) {
             return Err(out_of_range(run.first));
         }
         let slice_bytes =
