@@ -309,7 +309,7 @@ mod tests {
     fn worker(role: &str, [fixed_s, per_token_s, per_context_token_s]: [f64; 3]) -> Value {
         let kind = |kind: &str, from: usize| {
             json!({"kind": kind, "from_prompt_tokens": from, "fixed_s": fixed_s, "per_token_s": per_token_s,
-                   "per_context_token_s": per_context_token_s, "ratios": [[0.0, 0.99], [0.5, 1.0], [1.0, 1.01]]})
+                   "per_context_token_s": per_context_token_s, "ratios": [[0.0, 1.0], [0.5, 1.0], [1.0, 1.0]]})
         };
         json!({"role": role, "blocks": 2_000, "fixed_s": fixed_s / 2.0, "per_token_s": per_token_s / 2.0,
                "per_context_token_s": per_context_token_s / 2.0, "residual": 0.05,

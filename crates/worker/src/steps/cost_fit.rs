@@ -239,7 +239,7 @@ mod tests {
             fit.observe(&chunks[n % 4], 1.1 * seconds(&chunks[n % 4], &TRUTH));
             fit.observe(&short, 1.1 * seconds(&short, &TRUTH));
         }
-        let cost = fit.fit();
+        let cost = fit.squares.fit();
         let of = |cost: &StepCost| chunks.iter().map(|chunk| seconds(chunk, cost)).sum::<f64>();
         let (fitted, now) = (of(&cost) / of(&TRUTH), fit.level() * of(&fit.last.unwrap()) / of(&TRUTH));
         assert!(fitted < 1.03, "the fit follows slowly: {fitted}");

@@ -36,7 +36,7 @@ struct Watched {
 }
 
 impl Watched {
-    async fn to_token(&mut self, sequence: &mut Sequence, num: usize) {
+    async fn until_token(&mut self, sequence: &mut Sequence, num: usize) {
         while self.tokens.len() < num {
             let Stamped { at, event } = next_stamped(sequence).await;
             match event {
@@ -63,11 +63,11 @@ async fn a_prompt_beside_decoding_stalls_it_and_is_named_and_every_second_is_cou
     let bench = Bench::start_timed(timing, usize::MAX, None).await;
     let mut victim = bench.steps.submit(of(1, submission(Origin::Local, 1, 400))).await.unwrap();
     let (mut watched, mut beside) = (Watched::default(), Watched::default());
-    watched.to_token(&mut victim, 20).await;
+    watched.until_token(&mut victim, 20).await;
     // Two chunks of 31 more tokens each, beside the victim.
     let mut blocker = bench.steps.submit(of(2, submission(Origin::Local, 64, 3))).await.unwrap();
-    watched.to_token(&mut victim, 400).await;
-    beside.to_token(&mut blocker, 3).await;
+    watched.until_token(&mut victim, 400).await;
+    beside.until_token(&mut blocker, 3).await;
     let stats = victim.stats(0);
     assert_eq!((stats.steps, stats.num_stalls as usize), (399, watched.stalls.len()));
     // A busy machine has slow steps of its own.
