@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use baton_handoff::{Cause, DestinationMessage, HandoffKey, Offer, SourceMessage};
 use baton_proto::v1;
-use baton_transfer::{Identity, answer_handshake_over, wire};
+use baton_transfer::{Identity, answer_handshake_for, wire};
 use baton_worker::Core;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::directory::{ANSWER_BUFFER, ControlStream, Directory, Placed, Slot, transport};
+use crate::directory::{ANSWER_BUFFER, ControlStream, Directory, Placed, Slot};
 
 /// How long a stream may stay open without an offer.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -34,10 +34,14 @@ impl v1::handoff_server::Handoff for HandoffService {
         &self,
         request: Request<v1::HandshakeRequest>,
     ) -> Result<Response<v1::HandshakeResponse>, Status> {
-        let layout = self.core.loaded()?.layout().clone();
-        let ours = Identity { instance: self.core.instance, layout };
-        let asked = request.into_inner();
-        answer_handshake_over(transport(&self.core), &ours, self.bulk_port, asked).map(Response::new)
+        let loaded = self.core.loaded()?;
+        let ours = Identity { instance: self.core.instance, layout: loaded.layout().clone() };
+        let receivers = self.directory.receivers(&self.core, loaded);
+        let (asked, port) = (request.into_inner(), self.bulk_port);
+        // A device may take its time, and tokens go out on this thread.
+        let answer = move || answer_handshake_for(&receivers, &ours, port, asked);
+        let answered = tokio::task::spawn_blocking(answer).await;
+        answered.map_err(|error| Status::internal(error.to_string()))?.map(Response::new)
     }
 
     type ControlStream = ReceiverStream<Result<v1::DestinationMessage, Status>>;

@@ -44,7 +44,7 @@ pub(crate) enum Placed {
 }
 
 /// How KV may come. Other names than those of transports do not pass the command line.
-pub(crate) fn transport(core: &Core) -> Transport {
+fn transport(core: &Core) -> Transport {
     core.config.kv_transport.parse().unwrap_or_default()
 }
 

@@ -88,7 +88,9 @@ impl Shared {
             let identity = Identity { instance: core.instance, layout: loaded.layout().clone() };
             let config = PeersConfig { identity, max_peers: MAX_PEERS, bulk_runtime: core.bulk.clone() };
             // Other names than those of transports do not pass the command line.
-            Arc::new(Peers::new(config).with_transport(core.config.kv_transport.parse().unwrap_or_default()))
+            let transport = core.config.kv_transport.parse().unwrap_or_default();
+            let peers = Peers::new(config).with_transport(transport);
+            Arc::new(peers.with_memory(Arc::clone(&loaded.memory)))
         };
         Arc::clone(self.peers.get_or_init(connect))
     }

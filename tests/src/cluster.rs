@@ -62,6 +62,8 @@ pub struct ClusterConfig {
     pub router_args: Vec<String>,
     /// Environment of every role, `NAME=VALUE` each.
     pub env: Vec<String>,
+    /// More of it for prefill workers.
+    pub prefill_env: Vec<String>,
 }
 
 impl Default for ClusterConfig {
@@ -87,6 +89,7 @@ impl Default for ClusterConfig {
             decode_args: Vec::new(),
             router_args: Vec::new(),
             env: Vec::new(),
+            prefill_env: Vec::new(),
         }
     }
 }
@@ -111,8 +114,7 @@ impl ClusterConfig {
 
     /// What a command line begins with to have the environment.
     fn env_prefix(&self) -> Vec<String> {
-        let named = (!self.env.is_empty()).then(|| "env".to_owned());
-        named.into_iter().chain(self.env.iter().cloned()).collect()
+        env_prefix(self.env.iter())
     }
 
     const fn over_wire(&self) -> bool {
@@ -139,6 +141,14 @@ impl ClusterConfig {
         args.extend(self.worker_args.iter().cloned());
         args
     }
+}
+
+fn env_prefix<'a>(env: impl Iterator<Item = &'a String>) -> Vec<String> {
+    let mut prefix: Vec<String> = env.cloned().collect();
+    if !prefix.is_empty() {
+        prefix.insert(0, "env".to_owned());
+    }
+    prefix
 }
 
 /// Owned copies.
@@ -206,7 +216,8 @@ impl Cluster {
         }
         for nth in 0..config.num_prefill {
             let args = [config.worker_args(), config.prefill_args.clone()].concat();
-            let (prefix, name) = (config.env_prefix(), format!("prefill-{nth}"));
+            let env = env_prefix(config.env.iter().chain(&config.prefill_env));
+            let (prefix, name) = (env, format!("prefill-{nth}"));
             prefill.push(Worker::start_with(prefix, Role::Prefill, &name, dir, args, LOOPBACK).await);
         }
         let prefill_at: Vec<SocketAddr> = prefill.iter().map(|worker| worker.address).collect();

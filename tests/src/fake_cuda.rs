@@ -73,6 +73,26 @@ impl FakeCuda {
         Self { library: Some(Library(driver)), ..self }
     }
 
+    /// From now on this process may open its own rings, which a real driver refuses: for tests with both ends in one process.
+    ///
+    /// # Panics
+    /// As [`Self::counts`].
+    #[must_use]
+    pub fn opening_own(self) -> Self {
+        // SAFETY: the symbol is this function in the library's source, and takes nothing.
+        unsafe { std::mem::transmute::<*mut c_void, extern "C" fn()>(self.symbol(c"fake_open_own"))() };
+        self
+    }
+
+    /// Rings of others that this process has open, and handles that it gave out since it began.
+    ///
+    /// # Panics
+    /// As [`Self::counts`].
+    pub fn ipc_counts(&self) -> (usize, usize) {
+        let [num_open, num_exported] = self.numbers(c"fake_ipc_counts");
+        (num_open, num_exported)
+    }
+
     /// Since the process began.
     ///
     /// # Panics
@@ -128,6 +148,19 @@ impl FakeCuda {
     }
 }
 
+/// Memory of other processes' devices that a process has open, by the names that the driver gives it: which process made it.
+///
+/// # Panics
+/// When the process is gone.
+pub fn opened_by(pid: u32) -> Vec<u32> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("a process that runs");
+    let makers = maps.lines().filter_map(|line| {
+        let (_, name) = line.split_once("/memfd:fake-cuda-")?;
+        name.split('-').next()?.parse::<u32>().ok()
+    });
+    makers.filter(|&maker| maker != pid).collect()
+}
+
 fn open(path: &Path) -> *mut c_void {
     let name = CString::new(path.as_os_str().as_bytes()).expect("a path without zeros");
     // SAFETY: a library of this repository, whose constructors touch nothing of ours.
@@ -164,7 +197,7 @@ fn build() -> Result<PathBuf, String> {
 /// Of everything that the libraries are built from.
 fn fingerprint(sources: &Path) -> Result<u64, String> {
     let mut files = vec![sources.join("order")];
-    for part in ["fake", "kernels", "shim"] {
+    for part in ["fake", "kernels", "peer", "shim"] {
         let folder = sources.join(part);
         let entries = std::fs::read_dir(&folder).map_err(|error| at(&folder, &error))?;
         files.extend(entries.flatten().map(|entry| entry.path()).filter(|path| path.is_file()));

@@ -29,7 +29,10 @@ mod weights;
 
 pub use arena::Arena;
 pub use config::{CpuEngineConfig, EnginePlan, MemoryNeeded, Precision, Quantize};
-pub use cuda::{CudaArena, CudaDevice, CudaEngine, CudaEngineConfig, CudaFound, CudaPlan, cuda_free_bytes};
+pub use cuda::{
+    CudaArena, CudaDevice, CudaEngine, CudaEngineConfig, CudaFound, CudaPlan, CudaRates, cuda_free_bytes,
+    cuda_rates,
+};
 pub use engine::CpuEngine;
 pub use error::EngineBuildError;
 pub use kernels::Isa;

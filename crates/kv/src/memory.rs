@@ -1,6 +1,6 @@
 //! How block memory is reached off the step thread.
 
-use crate::{KvLayout, ReadLease, WriteLease};
+use crate::{KvLayout, PeerMemory, ReadLease, WriteLease};
 
 /// Why block memory could not be reached.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -86,6 +86,11 @@ pub trait BlockMemory: Send + Sync {
     /// # Errors
     /// [`MemoryError`]; nothing was written then.
     fn scatter(&self, lease: &WriteLease, at: BlockSlice, bytes: &[u8]) -> Result<(), MemoryError>;
+
+    /// The same memory for other processes of this host, where it lies on a device that lets them.
+    fn peer(&self) -> Option<&dyn PeerMemory> {
+        None
+    }
 }
 
 /// Blocks of one layer, one after another in a lease.

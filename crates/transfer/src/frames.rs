@@ -4,7 +4,7 @@
 //! The last block of a prompt, when partly filled, makes a frame of its own with only its tokens.
 //! Chunks here are the sender's: cut where computing had arrived when the sender looked.
 
-use baton_kv::{BlockOrder, KvLayout};
+use baton_kv::{BlockOrder, BlockRun, KvLayout};
 
 use crate::TransferError;
 
@@ -34,6 +34,15 @@ impl Frame {
     /// Offset of the byte after the payload's last one.
     pub const fn end(&self) -> u64 {
         self.offset + self.len as u64
+    }
+
+    /// Its blocks.
+    pub(crate) const fn run(&self) -> BlockRun {
+        BlockRun {
+            layer: self.layer as usize,
+            first: self.first_block as usize,
+            num_blocks: self.num_blocks as usize,
+        }
     }
 }
 

@@ -10,13 +10,16 @@ mod checksum;
 mod claim;
 mod control;
 mod coverage;
+mod device;
 mod error;
 mod frames;
 mod heap;
 mod incoming;
+mod lent;
 mod outgoing;
 mod payload;
 mod peers;
+mod probe;
 mod progress;
 mod push;
 mod receiver;
@@ -29,6 +32,7 @@ mod shared;
 #[path = "shared_elsewhere.rs"]
 mod shared;
 mod transport;
+mod view;
 pub mod wire;
 mod writer;
 
@@ -40,7 +44,9 @@ pub use checksum::append as append_checksum;
 pub use control::{Control, open_control};
 pub use error::TransferError;
 pub use frames::{Frame, FramePlan, MAX_FRAME_BYTES, TokenSpan};
-pub use peers::{Identity, Peer, Peers, PeersConfig, answer_handshake, answer_handshake_over};
+pub use peers::{
+    Identity, Peer, Peers, PeersConfig, answer_handshake, answer_handshake_for, answer_handshake_over,
+};
 pub use progress::{MAX_TOKENS, Progress};
 pub use receiver::{Grant, ReceiveReport, Receiver, ReceiverEvent, Receivers};
 pub use sender::{Sender, SenderConfig, SenderEvent, SentTotals, sender, sender_with_frames};
@@ -54,3 +60,7 @@ pub const FRAME_BYTES: usize = 128 * 1024;
 /// The same for payloads in shared memory: each costs two small messages, so fewer and larger ones are cheaper; 1 MiB
 /// took less CPU time, but left the two ends less to do at the same time: 12.1 to 12.5 instead of 12.7 to 13.6 GB/s.
 pub const SHARED_FRAME_BYTES: usize = 512 * 1024;
+
+/// The same for payloads in device memory, where each costs a launch and a wait besides: as large as a ring in shared memory takes, so that a
+/// stream can go on there. An estimate: it was not measured on a card.
+pub const DEVICE_FRAME_BYTES: usize = ring::MAX_SHARED_FRAME_BYTES;

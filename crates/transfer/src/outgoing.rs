@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use baton_handoff::HandoffKey;
-use baton_kv::{BlockMemory, BlockOrder, BlockRun, BlockSlice, MemoryError, ReadLease};
+use baton_kv::{BlockMemory, BlockOrder, BlockSlice, MemoryError, ReadLease};
 use baton_proto::bulk::{BULK_BUFFER_BYTES, bulk_buffer_settings};
 use baton_proto::v1;
 use bytes::BufMut;
@@ -37,7 +37,7 @@ pub(crate) struct Waits {
 
 /// One message of a Push stream.
 pub(crate) enum Outgoing {
-    /// The first message, and frames whose payload lies in shared memory: all there is to say is in it.
+    /// The first message, and frames whose payload lies elsewhere: all there is to say is in it.
     Message(Box<v1::KvFrame>),
     /// KV, read when the message is encoded. A frame that the transport has not asked for yet doesn't pin blocks that the sender
     /// has let go of.
@@ -45,13 +45,9 @@ pub(crate) enum Outgoing {
 }
 
 impl Outgoing {
-    /// The first message: names the handoff, and the file in which its payloads lie, if they do.
-    pub(crate) fn opening(key: &HandoffKey, shared_path: Option<String>) -> Self {
-        Self::Message(Box::new(v1::KvFrame {
-            key: Some(wire::encode_key(key)),
-            shared_path: shared_path.unwrap_or_default(),
-            ..v1::KvFrame::default()
-        }))
+    /// The first message: names the handoff, and beside it where its payloads lie, see [`crate::lent::Lent::opening`].
+    pub(crate) fn opening(key: &HandoffKey, place: v1::KvFrame) -> Self {
+        Self::Message(Box::new(v1::KvFrame { key: Some(wire::encode_key(key)), ..place }))
     }
 }
 
@@ -80,17 +76,20 @@ impl Blocks {
         mut take: impl FnMut(u32, &[u8]) -> u32,
     ) -> Result<u32, MemoryError> {
         let mut crc = header_crc(&self.key, frame);
-        let (layer, first) = (frame.layer as usize, frame.first_block as usize);
+        let run = frame.run();
         let order = match frame.tail_tokens as usize {
             0 => BlockOrder::Own,
             whole if whole == self.memory.layout().block_size => BlockOrder::Canonical,
             num_tokens => {
                 tail.clear();
-                self.memory.gather(&self.lease, BlockSlice { layer, nth: first, num_tokens }, tail)?;
+                self.memory.gather(
+                    &self.lease,
+                    BlockSlice { layer: run.layer, nth: run.first, num_tokens },
+                    tail,
+                )?;
                 return Ok(take(crc, tail));
             }
         };
-        let run = BlockRun { layer, first, num_blocks: frame.num_blocks as usize };
         self.memory.read_blocks(&self.lease, run, order, &mut |bytes| crc = take(crc, bytes))?;
         Ok(crc)
     }

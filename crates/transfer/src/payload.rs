@@ -5,7 +5,9 @@ use std::ops::Range;
 use baton_proto::v1;
 
 use crate::checksum;
+use crate::device::DeviceView;
 use crate::shared::SharedView;
+use crate::view::View;
 
 /// The payload of one message.
 pub(crate) enum Payload<'a> {
@@ -13,6 +15,8 @@ pub(crate) enum Payload<'a> {
     Here(&'a [u8]),
     /// In shared memory, from `offset` on. The range lies within.
     Shared { view: &'a SharedView, offset: usize, len: usize },
+    /// In the source's device memory, which this process can't look at. The range lies within.
+    Device { view: &'a DeviceView, offset: usize, len: usize },
 }
 
 impl<'a> Payload<'a> {
@@ -20,7 +24,7 @@ impl<'a> Payload<'a> {
     ///
     /// # Errors
     /// What the source did wrong.
-    pub(crate) fn find(message: &'a v1::KvFrame, view: Option<&'a SharedView>) -> Result<Self, String> {
+    pub(crate) fn find(message: &'a v1::KvFrame, view: Option<&'a View>) -> Result<Self, String> {
         if message.shared_len == 0 {
             return Ok(Self::Here(&message.payload));
         }
@@ -32,7 +36,10 @@ impl<'a> Payload<'a> {
         }
         let len = message.shared_len as usize;
         match usize::try_from(message.shared_offset) {
-            Ok(offset) if view.holds(offset, len) => Ok(Self::Shared { view, offset, len }),
+            Ok(offset) if view.holds(offset, len) => Ok(match view {
+                View::Shared(view) => Self::Shared { view, offset, len },
+                View::Device(view) => Self::Device { view, offset, len },
+            }),
             _ => Err(format!(
                 "{len} bytes at {} of shared memory are out of range: it has {}",
                 message.shared_offset,
@@ -44,7 +51,7 @@ impl<'a> Payload<'a> {
     pub(crate) const fn len(&self) -> usize {
         match self {
             Self::Here(bytes) => bytes.len(),
-            Self::Shared { len, .. } => *len,
+            Self::Shared { len, .. } | Self::Device { len, .. } => *len,
         }
     }
 
@@ -59,7 +66,7 @@ impl<'a> Payload<'a> {
                 Some(unsafe { checksum::append_copied(crc, part.as_ptr(), out, true) })
             }
             Self::Shared { view, offset, len } if end <= *len => view.read_far(offset + start, out, crc),
-            Self::Shared { .. } => None,
+            Self::Shared { .. } | Self::Device { .. } => None,
         }
     }
 
@@ -75,6 +82,7 @@ impl<'a> Payload<'a> {
                 scratch.resize(part.len(), 0);
                 view.read(offset + part.start, scratch).then_some(scratch.as_slice())
             }
+            Self::Device { .. } => None,
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use baton_handoff::InstanceId;
-use baton_kv::{BlockOrder, KvLayout};
+use baton_kv::{BlockMemory, BlockOrder, KvLayout};
 use baton_proto::v1::handoff_client::HandoffClient;
 use baton_proto::{PROTOCOL_VERSION, v1};
 use tokio::runtime::Handle;
@@ -14,17 +14,16 @@ use tokio::sync::OnceCell;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
-use crate::bulk::Shared;
-use crate::shared::{SharedMemory, check_nonce};
+use crate::bulk::Ways;
+use crate::device::DeviceRings;
+use crate::probe::{Found, Probe, Search, Settled};
+use crate::receiver::Receivers;
 use crate::{Bulk, TransferError, Transport, bulk_endpoint, control_endpoint, wire};
 
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Connections for KV to one peer. One fills a local wire; a long or shared one gives each connection its share.
 const BULK_CONNECTIONS: usize = 2;
-
-/// Bytes by which a decode worker knows that it sees our memory.
-const NONCE_BYTES: usize = 16;
 
 /// Who this worker is to others.
 #[derive(Clone, Debug)]
@@ -54,7 +53,7 @@ pub struct Peer {
     control: Channel,
     bulk: Arc<[Channel]>,
     next_bulk: Arc<AtomicUsize>,
-    shared: Option<Arc<Shared>>,
+    ways: Ways,
     /// In which it takes whole blocks.
     order: BlockOrder,
 }
@@ -78,12 +77,12 @@ impl Peer {
     /// A connection for one handoff's KV; handoffs take turns over the connections.
     pub fn bulk(&self) -> Bulk {
         let turn = self.next_bulk.fetch_add(1, Ordering::Relaxed) % self.bulk.len();
-        Bulk::new(self.bulk[turn].clone(), self.shared.clone()).in_order(self.order)
+        Bulk::new(self.bulk[turn].clone(), self.ways.clone()).in_order(self.order)
     }
 
-    /// How KV travels there: [`Transport::Grpc`] or [`Transport::Shm`].
+    /// How KV travels there, never [`Transport::Auto`].
     pub fn transport(&self) -> Transport {
-        Bulk::new(self.bulk[0].clone(), self.shared.clone()).transport()
+        Bulk::new(self.bulk[0].clone(), self.ways.clone()).transport()
     }
 }
 
@@ -93,19 +92,27 @@ type Slot = Arc<OnceCell<Peer>>;
 pub struct Peers {
     config: PeersConfig,
     transport: Transport,
+    rings: Option<Arc<DeviceRings>>,
     slots: Mutex<HashMap<String, Slot>>,
 }
 
 impl Peers {
     /// Nobody is connected.
     pub fn new(config: PeersConfig) -> Self {
-        Self { config, transport: Transport::default(), slots: Mutex::new(HashMap::new()) }
+        Self { config, transport: Transport::default(), rings: None, slots: Mutex::new(HashMap::new()) }
     }
 
     /// How KV may travel.
     #[must_use]
     pub const fn with_transport(mut self, transport: Transport) -> Self {
         self.transport = transport;
+        self
+    }
+
+    /// Where this worker's KV lies: on a device that lets others reach its memory it may travel through that.
+    #[must_use]
+    pub fn with_memory(mut self, memory: Arc<dyn BlockMemory>) -> Self {
+        self.rings = DeviceRings::new(memory);
         self
     }
 
@@ -185,25 +192,27 @@ impl Peers {
             .await
             .map_err(|error| lost(crate::channel::describe(&error)))?;
         let identity = &self.config.identity;
-        let probe = match self.transport {
-            Transport::Grpc => Err("it was not asked for".to_owned()),
-            Transport::Auto | Transport::Shm => Probe::new().map_err(|error| error.to_string()),
-        };
-        let asked = HandoffClient::new(control.clone());
-        let offer = probe.as_ref().ok().map(Probe::offer);
-        let answer = tokio::time::timeout(HANDSHAKE_TIMEOUT, shake_hands(asked, identity, offer))
+        let probe = self.probe().await;
+        let mut question = question(identity);
+        if let Ok(probe) = &probe {
+            probe.offer(&mut question);
+        }
+        let mut client = HandoffClient::new(control.clone());
+        let answer = tokio::time::timeout(HANDSHAKE_TIMEOUT, client.handshake(question))
             .await
             .map_err(|_| lost(format!("no handshake within {} s", HANDSHAKE_TIMEOUT.as_secs())))?
-            .map_err(|status| refused(address, &status))?;
+            .map_err(|status| refused(address, &status))?
+            .into_inner();
         let theirs = Answer::decode(answer)?;
         compare(identity, &theirs)
             .map_err(|text| TransferError::Layout(format!("decode worker at {address}: {text}")))?;
-        let shared = match probe {
-            Ok(_) if theirs.shared_memory => Ok(Shared::new()),
-            Ok(_) => Err("the decode worker can't map this worker's memory".to_owned()),
-            Err(why) => Err(why),
+        let settled = match probe {
+            Ok(probe) => probe.settle(theirs.found, self.rings.as_ref()),
+            Err(why) => Settled::nothing(why),
         };
-        let shared = self.settle(address, shared)?;
+        let ways = settled
+            .ways(self.transport, address)
+            .map_err(|text| TransferError::Layout(format!("decode worker at {address}: {text}")))?;
         let bulk = {
             // Connections do their work on the runtime in which they were made.
             let _entered = self.config.bulk_runtime.enter();
@@ -213,64 +222,24 @@ impl Peers {
         let next_bulk = Arc::new(AtomicUsize::new(0));
         let order = identity.layout.order_to(&theirs.layout);
         let (address, instance) = (address.to_owned(), theirs.instance);
-        Ok(Peer { address, instance, control, bulk, next_bulk, shared, order })
+        Ok(Peer { address, instance, control, bulk, next_bulk, ways, order })
     }
 
-    /// What the two workers agreed on, told in the log.
-    fn settle(
-        &self,
-        address: &str,
-        shared: Result<Arc<Shared>, String>,
-    ) -> Result<Option<Arc<Shared>>, TransferError> {
-        match (shared, self.transport) {
-            (Ok(shared), _) => {
-                tracing::info!(address, "KV goes through shared memory");
-                Ok(Some(shared))
-            }
-            (Err(why), Transport::Shm) => Err(TransferError::Layout(format!(
-                "decode worker at {address}: shared memory is demanded and can't be used: {why}"
-            ))),
-            (Err(why), Transport::Auto | Transport::Grpc) => {
-                tracing::info!(address, why, "KV goes over gRPC");
-                Ok(None)
-            }
-        }
+    /// What shows the decode worker whether it reaches our memory. A device may take its time, so not on this thread.
+    async fn probe(&self) -> Result<Probe, String> {
+        let (transport, rings) = (self.transport, self.rings.clone());
+        let made = tokio::task::spawn_blocking(move || Probe::new(transport, rings.as_ref()));
+        made.await.map_err(|error| error.to_string())?
     }
 }
 
-/// Memory by which the other side finds out whether it sees ours; gone when the answer is there.
-struct Probe {
-    memory: SharedMemory,
-    nonce: [u8; NONCE_BYTES],
-}
-
-impl Probe {
-    fn new() -> std::io::Result<Self> {
-        let mut nonce = [0; NONCE_BYTES];
-        getrandom::fill(&mut nonce).map_err(std::io::Error::other)?;
-        let mut memory = SharedMemory::new(NONCE_BYTES)?;
-        // It fits.
-        let _ = memory.write(0, &nonce, 0);
-        Ok(Self { memory, nonce })
-    }
-
-    fn offer(&self) -> v1::SharedMemory {
-        v1::SharedMemory { path: self.memory.path(), nonce: self.nonce.to_vec().into() }
-    }
-}
-
-async fn shake_hands(
-    mut client: HandoffClient<Channel>,
-    ours: &Identity,
-    shared_memory: Option<v1::SharedMemory>,
-) -> Result<v1::HandshakeResponse, Status> {
-    let asked = v1::HandshakeRequest {
+fn question(ours: &Identity) -> v1::HandshakeRequest {
+    v1::HandshakeRequest {
         protocol_version: PROTOCOL_VERSION,
         instance_id: wire::encode_instance(ours.instance),
         layout: Some(wire::encode_layout(&ours.layout)),
-        shared_memory,
-    };
-    client.handshake(asked).await.map(tonic::Response::into_inner)
+        ..v1::HandshakeRequest::default()
+    }
 }
 
 fn refused(address: &str, status: &Status) -> TransferError {
@@ -299,20 +268,26 @@ struct Answer {
     instance: InstanceId,
     layout: KvLayout,
     bulk_port: u16,
-    shared_memory: bool,
+    found: Found,
 }
 
 impl Answer {
     fn decode(answer: v1::HandshakeResponse) -> Result<Self, TransferError> {
-        let v1::HandshakeResponse { protocol_version, instance_id, layout, bulk_port, shared_memory } =
-            answer;
+        let v1::HandshakeResponse {
+            protocol_version,
+            instance_id,
+            layout,
+            bulk_port,
+            shared_memory,
+            device_memory,
+        } = answer;
         Ok(Self {
             protocol_version,
             instance: wire::decode_instance("instance_id", &instance_id)?,
             layout: wire::decode_layout(layout)?,
             bulk_port: u16::try_from(bulk_port)
                 .map_err(|_| TransferError::malformed("bulk_port", format_args!("{bulk_port} is no port")))?,
-            shared_memory,
+            found: Found { shared: shared_memory, device: device_memory },
         })
     }
 }
@@ -349,42 +324,49 @@ pub fn answer_handshake_over(
     bulk_port: u16,
     asked: v1::HandshakeRequest,
 ) -> Result<v1::HandshakeResponse, Status> {
-    let v1::HandshakeRequest { protocol_version, instance_id, layout, shared_memory } = asked;
+    answer(&Search { transport, receivers: None }, ours, bulk_port, asked)
+}
+
+/// As [`answer_handshake_over`], of a worker that can look at device memory too: `receivers` know its memory and how KV may come. Blocks
+/// for as long as a device needs to reach another's memory.
+///
+/// # Errors
+/// As there.
+pub fn answer_handshake_for(
+    receivers: &Receivers,
+    ours: &Identity,
+    bulk_port: u16,
+    asked: v1::HandshakeRequest,
+) -> Result<v1::HandshakeResponse, Status> {
+    let search = Search { transport: receivers.transport(), receivers: Some(receivers) };
+    answer(&search, ours, bulk_port, asked)
+}
+
+fn answer(
+    search: &Search<'_>,
+    ours: &Identity,
+    bulk_port: u16,
+    asked: v1::HandshakeRequest,
+) -> Result<v1::HandshakeResponse, Status> {
+    let v1::HandshakeRequest { protocol_version, instance_id, layout, shared_memory, device_memory } = asked;
     let theirs = Answer {
         protocol_version,
         instance: wire::decode_instance("instance_id", &instance_id)?,
         layout: wire::decode_layout(layout)?,
         bulk_port: 0,
-        shared_memory: false,
+        found: Found::default(),
     };
     let parties =
         format!("(ours: decode worker {}, theirs: prefill worker {})", ours.instance, theirs.instance);
-    compare(ours, &theirs).map_err(|text| Status::failed_precondition(format!("{text} {parties}")))?;
-    let shared_memory = match (transport, shared_memory) {
-        (Transport::Grpc, _) => Err("it is not used here".to_owned()),
-        (_, None) => Err("it was not offered".to_owned()),
-        (_, Some(offer)) => find_probe(&offer),
-    };
-    if let Err(why) = &shared_memory {
-        tracing::info!(prefill_worker = %theirs.instance, why, "KV comes over gRPC, not through shared memory");
-        if transport == Transport::Shm {
-            let text = format!("shared memory is demanded and can't be used: {why} {parties}");
-            return Err(Status::failed_precondition(text));
-        }
-    }
+    let refused = |text| Status::failed_precondition(format!("{text} {parties}"));
+    compare(ours, &theirs).map_err(refused)?;
+    let found = search.find(shared_memory, device_memory, &theirs.instance).map_err(refused)?;
     Ok(v1::HandshakeResponse {
         protocol_version: PROTOCOL_VERSION,
         instance_id: wire::encode_instance(ours.instance),
         layout: Some(wire::encode_layout(&ours.layout)),
         bulk_port: u32::from(bulk_port),
-        shared_memory: shared_memory.is_ok(),
+        shared_memory: found.shared,
+        device_memory: found.device,
     })
-}
-
-fn find_probe(offer: &v1::SharedMemory) -> Result<(), String> {
-    // Fewer bytes might lie at the beginning of a file by chance.
-    if offer.nonce.len() != NONCE_BYTES {
-        return Err(format!("its nonce has {} bytes, not {NONCE_BYTES}", offer.nonce.len()));
-    }
-    check_nonce(&offer.path, &offer.nonce)
 }

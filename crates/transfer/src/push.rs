@@ -12,9 +12,10 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status, Streaming};
 
-use crate::bulk::{Bulk, Lent};
+use crate::bulk::Bulk;
 use crate::control::traced;
 use crate::frames::{Frame, MAX_FRAME_BYTES};
+use crate::lent::Lent;
 use crate::outgoing::{Blocks, Outgoing, PushCodec, Waits, header};
 use crate::sender::{Next, SenderEvent, Shared};
 use crate::service::PUSH_PATH;
@@ -43,7 +44,7 @@ enum Ended {
     Delivered,
     Lost(String),
     Refused(Cause, String),
-    /// The destination can't map the stream's shared memory.
+    /// The destination can't reach the memory in which the stream's payloads lie.
     Unmapped(String),
 }
 
@@ -73,12 +74,7 @@ impl PushTask {
     async fn push(&self) -> Option<Stream> {
         let mut reopened = false;
         while let Some(from) = self.opening().await {
-            let lent = self.bulk.ring(self.frame_bytes);
-            let (mut ended, mut stream) = self.stream(from, reopened, lent).await;
-            if let Ended::Unmapped(why) = &ended {
-                self.bulk.stop_sharing(why);
-                (ended, stream) = self.stream(from, reopened, None).await;
-            }
+            let (ended, stream) = self.stream_best_way(from, reopened).await;
             match ended {
                 Ended::Fenced => return Some(stream),
                 Ended::Delivered => {
@@ -98,6 +94,19 @@ impl PushTask {
             reopened = true;
         }
         None
+    }
+
+    /// A stream over the best way that the destination takes: through device memory, through shared memory, in its messages.
+    async fn stream_best_way(&self, from: u64, reopened: bool) -> (Ended, Stream) {
+        loop {
+            let lent = self.bulk.lend(self.frame_bytes);
+            let way = lent.as_ref().map(Lent::transport);
+            match (self.stream(from, reopened, lent).await, way) {
+                // Each way is closed once, so this ends.
+                ((Ended::Unmapped(why), _), Some(way)) => self.bulk.stop(way, &why),
+                (ended, _) => return ended,
+            }
+        }
     }
 
     /// Where to open the stream; `None` when fenced. Meanwhile what is computed is still told.
@@ -122,11 +131,11 @@ impl PushTask {
     /// With a ring, payloads lie in it.
     async fn stream(&self, from: u64, reopened: bool, lent: Option<Lent>) -> (Ended, Stream) {
         let (frames, outgoing) = mpsc::channel(FRAMES_IN_FLIGHT);
-        let path = lent.as_ref().map(|lent| lent.ring.path());
+        let place = lent.as_ref().map(Lent::opening).unwrap_or_default();
         let mut link =
             Link::open(self.bulk.channel(), traced(ReceiverStream::new(outgoing), self.shared.trace), lent);
         // The queue is empty: this can't fail.
-        let _ = frames.try_send(Outgoing::opening(&self.shared.key, path));
+        let _ = frames.try_send(Outgoing::opening(&self.shared.key, place));
         let ended = self.feed(&frames, &mut link, from, reopened).await;
         (ended, Stream { link, _frames: frames })
     }
@@ -192,23 +201,11 @@ impl PushTask {
     fn kv(&self, frame: Frame, waits: &mut WaitClock, link: &mut Link) -> Result<Outgoing, Ended> {
         let waits = waits.take();
         self.shared.frame_made(waits.credit_us);
-        let Some(Lent { ring, .. }) = &mut link.lent else {
+        let Some(lent) = &mut link.lent else {
             return Ok(Outgoing::Kv { frame, waits, blocks: Arc::downgrade(&self.blocks) });
         };
-        let failed = |what: &dyn std::fmt::Display| Ended::Lost(format!("frame {}: {what}", frame.index));
-        let offset = ring.take(frame.len as usize).ok_or_else(|| failed(&"the ring is full"))?;
-        let mut end = offset;
-        let mut fits = true;
-        let read = self.blocks.read(&frame, &mut Vec::new(), |crc, bytes| {
-            let written = ring.write(end, bytes, crc);
-            fits &= written.is_some();
-            end += bytes.len();
-            written.unwrap_or(crc)
-        });
-        let crc32c = read.map_err(|error| failed(&error))?;
-        if !fits {
-            return Err(failed(&"it does not fit into the ring"));
-        }
+        let put = lent.put(&self.blocks, &frame);
+        let (offset, crc32c) = put.map_err(|what| Ended::Lost(format!("frame {}: {what}", frame.index)))?;
         Ok(Outgoing::Message(Box::new(v1::KvFrame {
             crc32c,
             shared_offset: offset as u64,
@@ -295,7 +292,7 @@ impl WaitClock {
     }
 }
 
-/// A stream on which nothing more is sent. Dropped, it is closed, and a ring that it has is gone.
+/// A stream on which nothing more is sent. Dropped, it is closed; a ring in shared memory that it has is gone then, one in device memory rests.
 struct Stream {
     link: Link,
     /// While it is there the destination waits for frames, and does not take their end for a loss.
@@ -349,9 +346,7 @@ impl Link {
     /// A frame for which the ring has no room waits as if it had no credit: the destination has not read what was sent.
     fn next(&self, next: Next) -> Next {
         match (&self.lent, next) {
-            (Some(lent), Next::New(frame) | Next::Again(frame))
-                if !lent.ring.has_room(frame.len as usize) =>
-            {
+            (Some(lent), Next::New(frame) | Next::Again(frame)) if !lent.has_room(frame.len as usize) => {
                 Next::Uncredited
             }
             (_, next) => next,
@@ -382,7 +377,7 @@ impl Link {
                 Call::Open(answers) => {
                     let answer = answers.message().await?;
                     if let (Some(lent), Some(progress)) = (&mut self.lent, &answer) {
-                        lent.ring.read_up_to(progress.shared_read);
+                        lent.read_up_to(progress.shared_read);
                     }
                     return Ok(answer);
                 }

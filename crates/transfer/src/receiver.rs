@@ -6,13 +6,16 @@ use std::time::{Duration, Instant};
 
 use baton_handoff::{Cause, HandoffKey};
 use baton_kv::{BlockMemory, WriteLease};
+use baton_proto::v1;
 use baton_telemetry::trace::TraceContext;
 use tokio::sync::{mpsc, watch};
 
 use crate::claim::{Entry, News};
+use crate::device::{DeviceView, DeviceViews};
 use crate::frames::TokenSpan;
 use crate::ring::RING_BYTES;
 use crate::shared::SharedView;
+use crate::view::View;
 use crate::writer::Writer;
 use crate::{BULK_WINDOW_BYTES, MAX_FRAME_BYTES, TransferError, Transport};
 
@@ -92,6 +95,7 @@ pub struct ReceiveReport {
 pub struct Receivers {
     registry: Arc<Registry>,
     transport: Transport,
+    views: Arc<DeviceViews>,
 }
 
 struct Registry {
@@ -115,10 +119,10 @@ impl Receivers {
     /// No handoff is granted. At most `max_receivers` are at one time.
     pub fn new(memory: Arc<dyn BlockMemory>, max_receivers: usize) -> Self {
         let registry = Registry { memory, max_receivers, live: Mutex::new(HashMap::new()) };
-        Self { registry: Arc::new(registry), transport: Transport::default() }
+        Self { registry: Arc::new(registry), transport: Transport::default(), views: Arc::default() }
     }
 
-    /// With [`Transport::Grpc`], a stream whose payloads lie in shared memory is refused.
+    /// A stream whose payloads lie where this does not allow it is refused.
     #[must_use]
     pub fn with_transport(mut self, transport: Transport) -> Self {
         self.transport = transport;
@@ -175,18 +179,39 @@ impl Receivers {
         self.len() == 0
     }
 
-    /// Maps the memory that a stream names; `None` when it names none.
+    /// Maps or opens the memory that a stream's first message names; `None` when it names none.
     ///
     /// # Errors
     /// Why it can't be used, for people.
-    pub(crate) fn view(&self, shared_path: &str) -> Result<Option<SharedView>, String> {
-        if shared_path.is_empty() {
+    pub(crate) fn view(&self, opening: &v1::KvFrame) -> Result<Option<View>, String> {
+        if !opening.device_ring.is_empty() {
+            return self.device_view(&opening.device_ring).map(|view| Some(View::Device(view)));
+        }
+        if opening.shared_path.is_empty() {
             return Ok(None);
         }
-        if self.transport == Transport::Grpc {
+        if !self.transport.allows_shm() {
             return Err("shared memory is not used here".to_owned());
         }
-        SharedView::open(shared_path, RING_BYTES).map(Some)
+        SharedView::open(&opening.shared_path, RING_BYTES).map(|view| Some(View::Shared(view)))
+    }
+
+    /// Opens a ring of a device of this host.
+    pub(crate) fn device_view(&self, handle: &[u8]) -> Result<DeviceView, String> {
+        if !self.transport.allows_ipc() {
+            return Err("device memory is not used here".to_owned());
+        }
+        let memory = self.registry.memory.peer().ok_or("this worker's KV is on no device")?;
+        self.views.open(memory, handle)
+    }
+
+    /// The stream that read it has ended well.
+    pub(crate) fn keep(&self, view: DeviceView) {
+        self.views.keep(view);
+    }
+
+    pub(crate) const fn transport(&self) -> Transport {
+        self.transport
     }
 
     pub(crate) fn find(&self, key: &HandoffKey) -> Option<Arc<Entry>> {

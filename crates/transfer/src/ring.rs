@@ -64,7 +64,7 @@ impl Ring {
 
 /// Which bytes are taken.
 #[derive(Debug)]
-struct Room {
+pub(crate) struct Room {
     len: usize,
     /// Where the next payload lies, if there is room behind the last one.
     head: usize,
@@ -74,11 +74,11 @@ struct Room {
 }
 
 impl Room {
-    const fn new(len: usize) -> Self {
+    pub(crate) const fn new(len: usize) -> Self {
         Self { len, head: 0, unread: VecDeque::new(), num_read: 0 }
     }
 
-    fn place(&self, len: usize) -> Option<usize> {
+    pub(crate) fn place(&self, len: usize) -> Option<usize> {
         let Some(&(tail, _)) = self.unread.front() else {
             // The beginning is what the caches still have.
             return (len <= self.len).then_some(0);
@@ -92,14 +92,14 @@ impl Room {
         (len <= tail).then_some(0)
     }
 
-    fn take(&mut self, len: usize) -> Option<usize> {
+    pub(crate) fn take(&mut self, len: usize) -> Option<usize> {
         let offset = self.place(len)?;
         self.head = offset + len;
         self.unread.push_back((offset, len));
         Some(offset)
     }
 
-    fn read_up_to(&mut self, num_payloads: u64) {
+    pub(crate) fn read_up_to(&mut self, num_payloads: u64) {
         while self.num_read < num_payloads && self.unread.pop_front().is_some() {
             self.num_read += 1;
         }

@@ -18,7 +18,7 @@ use crate::frames::{Frame, FramePlan, TokenSpan};
 use crate::outgoing::Blocks;
 use crate::progress::Progress;
 use crate::push::PushTask;
-use crate::{FRAME_BYTES, SHARED_FRAME_BYTES, TransferError};
+use crate::{DEVICE_FRAME_BYTES, FRAME_BYTES, SHARED_FRAME_BYTES, TransferError, Transport};
 
 /// Frames that wait to be sent again; the machine asks for one at a time.
 const MAX_PENDING_RESENDS: usize = 16;
@@ -127,7 +127,11 @@ struct Work {
 pub fn sender(
     config: SenderConfig,
 ) -> Result<(Sender, impl Future<Output = ()> + Send + use<>), TransferError> {
-    let frame_bytes = if config.channel.is_shared() { SHARED_FRAME_BYTES } else { FRAME_BYTES };
+    let frame_bytes = match config.channel.transport() {
+        Transport::Ipc => DEVICE_FRAME_BYTES,
+        Transport::Shm => SHARED_FRAME_BYTES,
+        Transport::Auto | Transport::Grpc => FRAME_BYTES,
+    };
     sender_with_frames(config, frame_bytes)
 }
 

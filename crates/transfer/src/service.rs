@@ -22,7 +22,7 @@ use crate::claim::{Claim, Claimed, Entry};
 use crate::incoming::Incoming;
 use crate::receiver::{ReceiverEvent, Receivers};
 use crate::ring::untold_bytes;
-use crate::shared::SharedView;
+use crate::view::View;
 use crate::wire;
 use crate::writer::{Fault, Outcome};
 
@@ -108,14 +108,14 @@ async fn push(
     if opening.num_blocks != 0 || !opening.payload.is_empty() || opening.shared_len != 0 {
         return Err(Status::invalid_argument("the first message names the handoff and carries no KV"));
     }
-    let key = wire::decode_key(opening.key)?;
+    let key = wire::decode_key(opening.key.clone())?;
     let entry =
         receivers.find(&key).ok_or_else(|| Status::not_found(format!("no handoff {key} is granted here")))?;
     if let Some(trace) = trace {
         entry.traced(trace);
     }
-    let view = receivers.view(&opening.shared_path).map_err(Status::failed_precondition)?;
-    if let Some(view) = &view {
+    let view = receivers.view(&opening).map_err(Status::failed_precondition)?;
+    if let Some(View::Shared(view)) = &view {
         // Payloads begin at the memory's first byte, so a short stream comes no further.
         view.populate(usize::try_from(entry.total_bytes()).unwrap_or(usize::MAX));
     }
@@ -123,7 +123,7 @@ async fn push(
     match entry.claim(TAKEOVER_TIMEOUT).await {
         Claimed::Writer(claim) => {
             // A task of its own: the claim is given back in order even when the stream is reset.
-            tokio::spawn(receive(claim, frames, view, answers));
+            tokio::spawn(receive(receivers.clone(), claim, frames, view, answers));
         }
         Claimed::Ended => end_at_once(&entry, &answers)?,
         Claimed::Refused => return Err(Status::unavailable("another stream writes for this handoff")),
@@ -154,9 +154,10 @@ enum Ended {
 }
 
 async fn receive(
+    receivers: Receivers,
     mut claim: Claim,
     mut frames: Incoming,
-    view: Option<SharedView>,
+    view: Option<View>,
     answers: mpsc::Sender<Answer>,
 ) {
     let entry = claim.opened();
@@ -165,6 +166,7 @@ async fn receive(
     let ended = write(&mut claim, &mut frames, view.as_ref(), &answers).await;
     // Before anything is told: whoever opens the stream again finds the writer, whoever waits for its end sees it.
     claim.release();
+    let is_whole = matches!(ended, Ended::Whole);
     let answer = match ended {
         Ended::Whole => Ok(entry.progress()),
         Ended::Revoked => Err(over()),
@@ -179,7 +181,10 @@ async fn receive(
     };
     let _ = answers.send(answer).await;
     // Not before: unmapping takes longer than the answer.
-    drop(view);
+    match view {
+        Some(View::Device(view)) if is_whole => receivers.keep(view),
+        view => drop(view),
+    }
 }
 
 /// Shared payloads that were read, and how many bytes of them the source was not told of.
@@ -192,7 +197,7 @@ struct SharedRead {
 async fn write(
     claim: &mut Claim,
     frames: &mut Incoming,
-    view: Option<&SharedView>,
+    view: Option<&View>,
     answers: &mpsc::Sender<Answer>,
 ) -> Ended {
     let mut read = SharedRead::default();

@@ -159,11 +159,6 @@ impl SharedView {
         self.map.populate(len, libc::MADV_POPULATE_READ);
     }
 
-    /// Whether `len` bytes from `offset` on lie within.
-    pub(crate) const fn holds(&self, offset: usize, len: usize) -> bool {
-        self.map.holds(offset, len)
-    }
-
     /// As [`SharedView::read`], and appends the bytes to `crc`; they are written past the caches.
     pub(crate) fn read_far(&self, offset: usize, out: &mut [u8], crc: u32) -> Option<u32> {
         if !self.map.holds(offset, out.len()) {

@@ -35,10 +35,6 @@ impl SharedView {
         match *self {}
     }
 
-    pub(crate) const fn holds(&self, _offset: usize, _len: usize) -> bool {
-        match *self {}
-    }
-
     pub(crate) fn read_far(&self, _offset: usize, _out: &mut [u8], _crc: u32) -> Option<u32> {
         match *self {}
     }

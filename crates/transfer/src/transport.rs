@@ -6,17 +6,30 @@ use std::str::FromStr;
 /// What a worker may use; both ends have their say when they shake hands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transport {
-    /// Shared memory to a worker that can map ours, gRPC to every other.
+    /// Device memory to a worker whose device reaches ours, shared memory to one that can map ours, gRPC to every other.
     #[default]
     Auto,
     /// Frames carry their payload, also within a host.
     Grpc,
     /// Shared memory; a worker that can't map ours is refused.
     Shm,
+    /// Device memory (CUDA IPC); a worker whose device can't reach ours is refused.
+    Ipc,
 }
 
 impl Transport {
-    const NAMES: [(Self, &'static str); 3] = [(Self::Auto, "auto"), (Self::Grpc, "grpc"), (Self::Shm, "shm")];
+    const NAMES: [(Self, &'static str); 4] =
+        [(Self::Auto, "auto"), (Self::Grpc, "grpc"), (Self::Shm, "shm"), (Self::Ipc, "ipc")];
+
+    /// Whether payloads may lie in memory that both processes map. To be on one host is what device memory asks for too.
+    pub(crate) const fn allows_shm(self) -> bool {
+        matches!(self, Self::Auto | Self::Shm | Self::Ipc)
+    }
+
+    /// Whether payloads may lie in the memory of the source's device.
+    pub(crate) const fn allows_ipc(self) -> bool {
+        matches!(self, Self::Auto | Self::Ipc)
+    }
 }
 
 impl fmt::Display for Transport {
@@ -31,7 +44,7 @@ impl FromStr for Transport {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::NAMES.iter().find(|(_, name)| *name == text);
-        found.map(|(known, _)| *known).ok_or_else(|| "auto, grpc or shm".to_owned())
+        found.map(|(known, _)| *known).ok_or_else(|| "auto, grpc, shm or ipc".to_owned())
     }
 }
 

@@ -10,11 +10,12 @@ use baton_proto::v1;
 
 use crate::checksum;
 use crate::coverage::{Coverage, Covered, TooManyGaps};
+use crate::device::{DeviceView, Place};
 use crate::frames::{Frame, MAX_FRAME_BYTES, TokenSpan};
 use crate::outgoing::header_crc;
 use crate::payload::Payload;
 use crate::receiver::ReceiveReport;
-use crate::shared::SharedView;
+use crate::view::View;
 
 /// Bytes that are verified and copied before others on this thread get their turn; a turn costs a look at the sockets.
 const SLICE_BYTES: usize = 256 * 1024;
@@ -85,11 +86,11 @@ impl Writer {
     }
 
     /// Takes one frame. Bytes are written as they are summed; they count, and so become visible, only if the sum is right.
-    /// Verified blocks are never written again. `view` is the stream's shared memory, if it has one.
+    /// Verified blocks are never written again. `view` is the memory that the stream named, if it did.
     pub(crate) async fn accept(
         &mut self,
         message: v1::KvFrame,
-        view: Option<&SharedView>,
+        view: Option<&View>,
     ) -> Result<Outcome, Fault> {
         let arrived = Instant::now();
         let payload = Payload::find(&message, view)
@@ -218,6 +219,9 @@ impl Writer {
 
     /// Writes and sums block by block, and returns the sum. What is summed is what is written.
     async fn write(&mut self, frame: &Frame, payload: &Payload<'_>) -> Result<u32, Fault> {
+        if let Payload::Device { view, offset, .. } = payload {
+            return self.take(frame, view, *offset).await;
+        }
         let mut crc = header_crc(&self.key, frame);
         let (layer, first) = (frame.layer as usize, frame.first_block as usize);
         let no_part = || Fault::Protocol(format!("frame {}: its payload is too short", frame.index));
@@ -248,6 +252,17 @@ impl Writer {
                 tokio::task::yield_now().await;
             }
         }
+        Ok(crc)
+    }
+
+    /// Has the device copy a frame out of the source's ring and sum it. When it returns, the device reads no byte of the frame any more.
+    async fn take(&mut self, frame: &Frame, view: &DeviceView, offset: usize) -> Result<u32, Fault> {
+        let block_size = self.memory.layout().block_size;
+        let place = Place { offset, block_size, header_crc: header_crc(&self.key, frame) };
+        let crc = view.take(&self.lease, frame, place).map_err(fault)?;
+        // It was a wait for the device, however many bytes it was.
+        self.unyielded = 0;
+        tokio::task::yield_now().await;
         Ok(crc)
     }
 }

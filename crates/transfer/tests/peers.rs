@@ -7,14 +7,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use baton_handoff::{Cause, DestinationMessage, InstanceId, SourceMessage};
-use baton_kv::KvLayout;
+use baton_kv::{BlockMemory, KvLayout};
 use baton_proto::v1;
 use baton_proto::v1::handoff_server::{Handoff, HandoffServer};
 use baton_transfer::{
-    Identity, Peers, PeersConfig, TransferError, Transport, answer_handshake, answer_handshake_over,
-    control_server_builder, open_control, wire,
+    Identity, Peers, PeersConfig, Receivers, TransferError, Transport, answer_handshake,
+    answer_handshake_for, answer_handshake_over, control_server_builder, open_control, wire,
 };
-use support::{PATIENCE, instance, key, layout};
+use support::device::OnDevice;
+use support::{PATIENCE, Rng, Sink, Source, instance, key, layout};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
@@ -24,6 +25,7 @@ use tonic::{Request, Response, Status, Streaming};
 /// A decode worker that answers handshakes, and on a control stream the offer with `Busy`, then with what else it hears as an abort.
 struct Worker {
     identity: Identity,
+    receivers: Option<Receivers>,
     transport: Transport,
     handshakes: Arc<AtomicUsize>,
 }
@@ -38,7 +40,11 @@ impl Handoff for Worker {
     ) -> Result<Response<v1::HandshakeResponse>, Status> {
         self.handshakes.fetch_add(1, Ordering::SeqCst);
         let asked = request.into_inner();
-        answer_handshake_over(self.transport, &self.identity, 4321, asked).map(Response::new)
+        match &self.receivers {
+            Some(receivers) => answer_handshake_for(receivers, &self.identity, 4321, asked),
+            None => answer_handshake_over(self.transport, &self.identity, 4321, asked),
+        }
+        .map(Response::new)
     }
 
     async fn control(
@@ -80,11 +86,21 @@ async fn start_over(
     instance: InstanceId,
     layout: KvLayout,
 ) -> Running {
+    start_for(None, transport, address, instance, layout).await
+}
+
+async fn start_for(
+    receivers: Option<Receivers>,
+    transport: Transport,
+    address: SocketAddr,
+    instance: InstanceId,
+    layout: KvLayout,
+) -> Running {
     let listener = TcpListener::bind(address).await.unwrap();
     let address = listener.local_addr().unwrap();
     let handshakes = Arc::new(AtomicUsize::new(0));
-    let worker =
-        Worker { identity: Identity { instance, layout }, transport, handshakes: Arc::clone(&handshakes) };
+    let identity = Identity { instance, layout };
+    let worker = Worker { identity, receivers, transport, handshakes: Arc::clone(&handshakes) };
     let task = tokio::spawn(async move {
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         let server = control_server_builder().add_service(HandoffServer::new(worker));
@@ -167,6 +183,7 @@ fn another_protocol_is_refused() {
         instance_id: wire::encode_instance(instance(1)),
         layout: Some(wire::encode_layout(&identity.layout)),
         shared_memory: None,
+        device_memory: None,
     };
     let status = answer_handshake(&identity, 0, asked.clone()).unwrap_err();
     assert_eq!(status.code(), tonic::Code::FailedPrecondition);
@@ -279,6 +296,90 @@ async fn shared_memory_is_used_when_both_allow_it_and_demanded_only_in_vain() {
     }
 }
 
+/// A worker whose blocks are on a device, or not.
+async fn start_with(transport: Transport, on_device: bool) -> Running {
+    let layout = layout(2, 1, 8, 16);
+    let sink = Arc::new(Sink::new(&layout, 2));
+    let memory: Arc<dyn BlockMemory> = if on_device { Arc::new(OnDevice::new(sink)) } else { sink };
+    let receivers = Receivers::new(memory, 2).with_transport(transport);
+    start_for(Some(receivers), transport, "127.0.0.1:0".parse().unwrap(), instance(2), layout).await
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn device_memory_is_used_when_both_are_on_one_and_everything_else_falls_back() {
+    use Transport::{Auto, Grpc, Ipc, Shm};
+    let source = || Arc::new(Source::random(&layout(2, 1, 8, 16), 2, &mut Rng(5)));
+    for (ours, on_device, theirs, expected) in [
+        (Auto, (true, true), Auto, Ok(Ipc)),
+        (Ipc, (true, true), Auto, Ok(Ipc)),
+        (Auto, (true, true), Ipc, Ok(Ipc)),
+        (Auto, (true, false), Auto, Ok(Shm)),
+        (Auto, (false, true), Auto, Ok(Shm)),
+        (Shm, (true, true), Auto, Ok(Shm)),
+        (Auto, (true, true), Shm, Ok(Shm)),
+        (Grpc, (true, true), Auto, Ok(Grpc)),
+        (Auto, (true, true), Grpc, Ok(Grpc)),
+        (Ipc, (true, false), Auto, Err("device memory is demanded and can't be used")),
+        (Ipc, (false, true), Auto, Err("this worker's KV is on no device")),
+        (Auto, (false, true), Ipc, Err("device memory is demanded and can't be used: it was not offered")),
+        (Ipc, (true, true), Shm, Err("device memory is demanded and can't be used")),
+    ] {
+        let worker = start_with(theirs, on_device.1).await;
+        let device = Arc::new(OnDevice::new(source()));
+        let memory: Arc<dyn BlockMemory> = if on_device.0 { Arc::clone(&device) as _ } else { source() };
+        let peers = peers(4).with_transport(ours).with_memory(memory);
+        let what = format!("{ours} {on_device:?} {theirs}");
+        let met = peers.get(&worker.address.to_string(), instance(2)).await;
+        match expected {
+            Ok(transport) => {
+                let peer = met.unwrap_or_else(|error| panic!("{what}: {error}"));
+                assert_eq!((peer.transport(), peer.bulk().transport()), (transport, transport), "{what}");
+                assert_eq!(
+                    device.num_rings.load(Ordering::SeqCst) > 0,
+                    on_device.0 && ours != Grpc && ours != Shm
+                );
+            }
+            Err(text) => {
+                let error = met.unwrap_err();
+                assert_eq!(error.cause(), Cause::Layout, "{what}: {error}");
+                assert!(error.to_string().contains(text), "{what}: {error}");
+            }
+        }
+    }
+}
+
+/// Another host's handle is never opened, and a ring that is another's is no proof.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_ring_is_looked_at_only_after_shared_memory_and_its_nonce_counts() {
+    let layout = layout(2, 1, 8, 16);
+    let identity = Identity { instance: instance(2), layout: layout.clone() };
+    let seen = Arc::new(OnDevice::new(Arc::new(Sink::new(&layout, 2))));
+    let receivers = Receivers::new(Arc::clone(&seen) as _, 2);
+    let source = OnDevice::new(Arc::new(Source::random(&layout, 2, &mut Rng(6))));
+    let ring = source.peer().unwrap().make_ring(8 << 20).unwrap();
+    ring.mark(&[7; 16]).unwrap();
+    for (nonce, num_opened) in [(7u8, 0), (8, 0)] {
+        let asked = v1::HandshakeRequest {
+            protocol_version: baton_proto::PROTOCOL_VERSION,
+            instance_id: wire::encode_instance(instance(1)),
+            layout: Some(wire::encode_layout(&layout)),
+            shared_memory: Some(v1::SharedMemory {
+                path: "/proc/4294967295/fd/3".to_owned(),
+                nonce: vec![nonce; 16].into(),
+            }),
+            device_memory: Some(v1::DeviceMemory {
+                handle: ring.handle().to_vec().into(),
+                nonce: vec![nonce; 16].into(),
+            }),
+        };
+        let answer = answer_handshake_for(&receivers, &identity, 0, asked).unwrap();
+        assert!(!answer.device_memory && !answer.shared_memory);
+        assert_eq!(seen.num_opened.load(Ordering::SeqCst), num_opened);
+    }
+}
+
 /// Keeps what is logged on this thread.
 #[derive(Clone, Default)]
 struct Lines(Arc<std::sync::Mutex<String>>);
@@ -327,6 +428,7 @@ fn a_nonce_that_is_not_found_means_grpc_and_a_line_in_the_log() {
             instance_id: wire::encode_instance(instance(1)),
             layout: Some(wire::encode_layout(&identity.layout)),
             shared_memory: Some(shared_memory),
+            device_memory: None,
         };
         let lines = Lines::default();
         let answer = tracing::subscriber::with_default(lines.clone(), || {

@@ -107,10 +107,10 @@ pub struct WorkerConfig {
           action = clap::ArgAction::Set)]
     pub prefix_cache: bool,
 
-    /// How KV travels to a decode worker: 'auto' through shared memory within a host and over gRPC elsewhere, 'grpc' always so,
-    /// 'shm' through shared memory only: workers of another host are refused
+    /// How KV travels to a decode worker: 'auto' within a host from device to device or else through shared memory, and over gRPC
+    /// elsewhere; 'grpc' always so; 'shm' through shared memory only, 'ipc' from device to device only (CUDA IPC): other workers are refused
     #[arg(long, env = "BATON_KV_TRANSPORT", value_name = "NAME", default_value = "auto",
-          value_parser = ["auto", "grpc", "shm"])]
+          value_parser = ["auto", "grpc", "shm", "ipc"])]
     pub kv_transport: String,
 
     /// CPU kernels: auto, amx, avx512, avx2 or portable

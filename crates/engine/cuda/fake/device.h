@@ -17,7 +17,8 @@
 
 namespace fake {
 
-constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NOT_FOUND = 500;
+constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NO_PEER_ACCESS = 217, INVALID_HANDLE = 400,
+              NOT_FOUND = 500;
 constexpr int CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_ISOLATION = 905;
 
 struct Event;
@@ -38,17 +39,35 @@ struct Stream {
 struct Event {
     Stream* stream = nullptr;
     uint64_t at = 0;
+    bool blocking = false;
+};
+
+// The file behind an allocation of this process.
+struct Backing {
+    int file;
+    uint64_t serial;
+};
+
+// Another process's memory, open here.
+struct Opened {
+    int pid;
+    uint64_t serial;
+    size_t times;
 };
 
 struct Counts {
     size_t allocations = 0, device_bytes = 0, pinned = 0, streams = 0, events = 0, modules = 0, contexts = 0, blas = 0;
-    size_t launches = 0, products = 0, copies = 0, dropped_waits = 0;
+    size_t launches = 0, products = 0, copies = 0, dropped_waits = 0, syncs = 0, dropped_syncs = 0;
+    size_t opens = 0, exports = 0;
 };
 
 // Everything below is reached with `lock` held.
 struct Device {
     std::recursive_mutex lock;
-    std::map<uintptr_t, size_t> memory;  // by first byte
+    std::map<uintptr_t, size_t> memory;  // by first byte; what was opened too
+    std::map<uintptr_t, Backing> files;
+    std::map<uintptr_t, Opened> opened;
+    uint64_t serial = 0;
     std::map<uintptr_t, size_t> pinned;
     Counts counts;
     int running = 0;
@@ -58,6 +77,9 @@ struct Device {
 
     // Whether all of these bytes are one allocation's.
     bool owns(uintptr_t address, size_t len) const;
+    // Memory that can be mapped elsewhere; null if there is none.
+    void* take(size_t len);
+    void give_back(uintptr_t base, size_t len);
     void run(Stream& stream, uint64_t until);
     // Or notes it down, while the stream captures.
     void enqueue(Stream& stream, std::function<void()> work);
@@ -66,6 +88,7 @@ struct Device {
 };
 
 Device& device();
+// Whether a context is current on this thread.
 bool has_context();
 size_t& captures_of_this_thread();
 

@@ -2,6 +2,7 @@
 //
 // FAKE_CUDA_REPORT    a file to which the process appends, at its end, what it did and what it did not give back
 // FAKE_CUDA_DROP_WAITS=1   streams wait for no event: the fault that a test plants
+// FAKE_CUDA_DROP_SYNCS=N   after N waits, threads wait no more for events that they would sleep for (CU_EVENT_BLOCKING_SYNC): another one
 // FAKE_CUDA_MEMORY    bytes that the device has, 2 GiB if not given
 // Kernels are those of libbaton_kernels.so in this library's own folder.
 
@@ -134,9 +135,9 @@ __attribute__((destructor)) static void report() {
     if (!file) return;
     fprintf(file,
             "{\"pid\":%d,\"allocations\":%zu,\"device_bytes\":%zu,\"pinned\":%zu,\"streams\":%zu,\"events\":%zu,\"modules\":%zu,\"contexts\":%zu,"
-            "\"blas\":%zu,\"launches\":%zu,\"products\":%zu,\"copies\":%zu,\"dropped_waits\":%zu}\n",
+            "\"blas\":%zu,\"launches\":%zu,\"products\":%zu,\"copies\":%zu,\"dropped_waits\":%zu,\"dropped_syncs\":%zu,\"opens\":%zu,\"exports\":%zu}\n",
             int(getpid()), c.allocations, c.device_bytes, c.pinned, c.streams, c.events, c.modules, c.contexts, c.blas, c.launches, c.products, c.copies,
-            c.dropped_waits);
+            c.dropped_waits, c.dropped_syncs, c.opens, c.exports);
     fclose(file);
 }
 
@@ -198,7 +199,7 @@ int cuGetErrorName(int error, const char** text) {
 }
 
 int cuGetErrorString(int error, const char** text) {
-    *text = error == OUT_OF_MEMORY ? "out of memory" : error == INVALID_CONTEXT ? "no context is current" : error == NOT_FOUND ? "not found" : "fake CUDA refuses";
+    *text = error == OUT_OF_MEMORY ? "out of memory" : error == INVALID_CONTEXT ? "no context is current" : error == NOT_FOUND ? "not found" : error == NO_PEER_ACCESS ? "peer access is not possible" : error == INVALID_HANDLE ? "the handle is none" : "fake CUDA refuses";
     return SUCCESS;
 }
 
@@ -256,8 +257,8 @@ int cuMemAlloc_v2(uint64_t* address, size_t len) {
     ENTER_BETWEEN_CAPTURES();
     if (len == 0) return INVALID_VALUE;
     if (len > total_bytes() - d.counts.device_bytes) return OUT_OF_MEMORY;
-    void* base = mmap(nullptr, page_up(len), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (base == MAP_FAILED) return OUT_OF_MEMORY;
+    void* base = d.take(len);
+    if (!base) return OUT_OF_MEMORY;
     memset(base, 0xff, len);  // NaN in every type
     if (d.running == 0) mprotect(base, page_up(len), PROT_NONE);
     *address = reinterpret_cast<uint64_t>(base);
@@ -270,8 +271,8 @@ int cuMemAlloc_v2(uint64_t* address, size_t len) {
 int cuMemFree_v2(uint64_t address) {
     ENTER_BETWEEN_CAPTURES();
     auto found = d.memory.find(address);
-    if (found == d.memory.end()) return INVALID_VALUE;
-    munmap(reinterpret_cast<void*>(address), page_up(found->second));
+    if (found == d.memory.end() || !d.files.count(address)) return INVALID_VALUE;
+    d.give_back(address, found->second);
     d.counts.allocations--;
     d.counts.device_bytes -= found->second;
     d.memory.erase(found);
@@ -317,9 +318,9 @@ int cuStreamSynchronize(void* stream) {
     return SUCCESS;
 }
 
-int cuEventCreate(void** event, unsigned) {
+int cuEventCreate(void** event, unsigned flags) {
     ENTER();
-    *event = new Event;
+    *event = new Event{nullptr, 0, (flags & 1) != 0};
     d.counts.events++;
     return SUCCESS;
 }
@@ -334,13 +335,19 @@ int cuEventRecord(void* event, void* stream) {
     ENTER();
     auto& s = *static_cast<Stream*>(stream);
     if (s.capture) return d.spoil(s);
-    *static_cast<Event*>(event) = Event{&s, s.queued};
+    auto& e = *static_cast<Event*>(event);
+    e = Event{&s, s.queued, e.blocking};
     return SUCCESS;
 }
 
 int cuEventSynchronize(void* event) {
     ENTER_BETWEEN_CAPTURES();
     const Event e = *static_cast<Event*>(event);
+    const char* drop = getenv("FAKE_CUDA_DROP_SYNCS");
+    if (e.blocking && drop && d.counts.syncs++ >= strtoull(drop, nullptr, 10)) {
+        d.counts.dropped_syncs++;
+        return SUCCESS;
+    }
     if (e.stream) d.run(*e.stream, e.at);
     return SUCCESS;
 }

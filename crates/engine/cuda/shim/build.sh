@@ -11,6 +11,7 @@ unit=$out.cpp
     for file in $(cat "$here/../order"); do
         [ "$file" = device.cu ] || echo "#include \"$kernels/$file\""
     done
+    for file in "$here"/../peer/*.cu; do echo "#include \"$file\""; done
 } >"$unit"
 # Contraction off: a product and a sum round twice unless a kernel says `fused`.
 ${CXX:-g++} -std=c++17 -x c++ -O1 -fno-gnu-unique -ffp-contract=off -fPIC -shared -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Werror "$@" "$unit" -o "$out.part"

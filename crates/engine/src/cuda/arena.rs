@@ -5,10 +5,13 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use baton_kv::{BlockMemory, BlockOrder, BlockRun, BlockSlice, KvLayout, MemoryError, ReadLease, WriteLease};
+use baton_kv::{
+    BlockMemory, BlockOrder, BlockRun, BlockSlice, KvLayout, MemoryError, PeerMemory, ReadLease, WriteLease,
+};
 
 use super::copies::{HostRows, RowShape, Rows};
 use super::driver::{Device, DeviceError, Event, Memory, Pinned, Span, Stream};
+use super::mover::Mover;
 use crate::error::EngineBuildError;
 
 /// Blocks of one layer on their way to the device at one time.
@@ -23,11 +26,19 @@ pub struct CudaArena {
     // First: streams end before the memory they use is given back.
     incoming: Mutex<Incoming>,
     outgoing: Mutex<Outgoing>,
-    written: Event,
+    blocks: Arc<Blocks>,
+}
+
+/// The allocation, which rings to other processes use too.
+pub(super) struct Blocks {
+    /// What moves blocks to rings and from rings, once there is one. First, as above.
+    pub(super) mover: Mutex<Option<Mover>>,
+    /// Stands for all that was written through leases and not waited for.
+    pub(super) written: Event,
     memory: Memory,
-    layout: KvLayout,
+    pub(super) layout: KvLayout,
     num_blocks: usize,
-    device: Arc<Device>,
+    pub(super) device: Arc<Device>,
 }
 
 /// A ring of slots, each of one block of one layer.
@@ -69,41 +80,97 @@ impl CudaArena {
         Ok(CudaArena {
             incoming: Mutex::new(incoming),
             outgoing: Mutex::new(outgoing),
-            written: Event::new(device)?,
-            memory,
-            layout,
-            num_blocks,
-            device: Arc::clone(device),
+            blocks: Arc::new(Blocks {
+                written: Event::new(device)?,
+                memory,
+                layout,
+                num_blocks,
+                device: Arc::clone(device),
+                mover: Mutex::new(None),
+            }),
         })
     }
 
     /// Blocks.
-    pub const fn num_blocks(&self) -> usize {
-        self.num_blocks
+    pub fn num_blocks(&self) -> usize {
+        self.blocks.num_blocks
     }
 
     /// Bytes of all blocks.
-    pub const fn num_bytes(&self) -> usize {
-        self.memory.len()
+    pub fn num_bytes(&self) -> usize {
+        self.blocks.memory.len()
     }
 
     /// Stands for all that was written through leases so far: a step waits for it.
-    pub(super) const fn written(&self) -> &Event {
-        &self.written
+    pub(super) fn written(&self) -> &Event {
+        &self.blocks.written
     }
 
+    /// All blocks of a layer.
+    pub(super) fn layer(&self, layer: usize) -> Span {
+        self.blocks.layer(layer)
+    }
+
+    /// The whole arena.
+    pub(super) fn all(&self) -> Span {
+        self.blocks.memory.all()
+    }
+
+    /// What rings hold on to.
+    pub(super) const fn blocks(&self) -> &Arc<Blocks> {
+        &self.blocks
+    }
+
+    /// Has `fill` write the first `at.num_tokens` tokens of a block into a slot, and queues its way to the device.
+    fn send(
+        &self,
+        lease: &WriteLease,
+        at: BlockSlice,
+        fill: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<(), MemoryError> {
+        let Blocks { layout, device, written, .. } = &*self.blocks;
+        let place = self.blocks.place(at, lease.block(at.nth), lease.len())?;
+        let (shape, pitch) = self.blocks.rows(at.num_tokens);
+        let len = shape.num_rows * shape.row_bytes;
+        device.bind().map_err(failed)?;
+        let mut ring = lock(&self.incoming);
+        let slot = ring.next;
+        ring.next = (slot + 1) % INCOMING_SLOTS;
+        ring.taken[slot].synchronize().map_err(failed)?;
+        if lease.is_fenced() {
+            return Err(MemoryError::Fenced);
+        }
+        // SAFETY: what was copied from the slot before is on the device, and the ring is locked.
+        let bytes = unsafe { ring.pinned.get_mut(slot * layout.block_layer_bytes(), len) };
+        fill(bytes);
+        // SAFETY: the slot is not written again before the event below; the lease is the block's only writer, and whoever
+        // gets the block after it reads or writes it on this stream, or in a step, which waits for `written`.
+        let copied = unsafe {
+            if at.num_tokens == layout.block_size {
+                ring.stream.upload(bytes, place)
+            } else {
+                let host = HostRows { bytes: bytes.as_mut_ptr(), pitch: shape.row_bytes };
+                ring.stream.copy_rows(host, Rows { span: place, pitch }, shape, true)
+            }
+        };
+        copied.and_then(|()| ring.stream.record(&ring.taken[slot])).map_err(failed)?;
+        ring.stream.record(written).map_err(failed)
+    }
+}
+
+impl Blocks {
     /// All blocks of a layer.
     pub(super) fn layer(&self, layer: usize) -> Span {
         let len = self.num_blocks * self.layout.block_layer_bytes();
         self.memory.at(layer * len, len)
     }
 
-    /// The whole arena.
-    pub(super) fn all(&self) -> Span {
-        self.memory.all()
-    }
-
-    fn place(&self, at: BlockSlice, block: Option<u32>, num_blocks: usize) -> Result<Span, MemoryError> {
+    pub(super) fn place(
+        &self,
+        at: BlockSlice,
+        block: Option<u32>,
+        num_blocks: usize,
+    ) -> Result<Span, MemoryError> {
         let BlockSlice { layer, nth, num_tokens } = at;
         match block {
             Some(block)
@@ -119,59 +186,24 @@ impl CudaArena {
     }
 
     /// A head's rows of K, and of V, in a block and in a slice of its first tokens.
-    const fn rows(&self, num_tokens: usize) -> (RowShape, usize) {
+    pub(super) const fn rows(&self, num_tokens: usize) -> (RowShape, usize) {
         let row = self.layout.dtype.row_bytes(self.layout.head_dim);
         let shape = RowShape { num_rows: 2 * self.layout.num_kv_heads, row_bytes: num_tokens * row };
         (shape, self.layout.block_size * row)
     }
-
-    /// Has `fill` write the first `at.num_tokens` tokens of a block into a slot, and queues its way to the device.
-    fn send(
-        &self,
-        lease: &WriteLease,
-        at: BlockSlice,
-        fill: &mut dyn FnMut(&mut [u8]),
-    ) -> Result<(), MemoryError> {
-        let place = self.place(at, lease.block(at.nth), lease.len())?;
-        let (shape, pitch) = self.rows(at.num_tokens);
-        let len = shape.num_rows * shape.row_bytes;
-        self.device.bind().map_err(device)?;
-        let mut ring = lock(&self.incoming);
-        let slot = ring.next;
-        ring.next = (slot + 1) % INCOMING_SLOTS;
-        ring.taken[slot].synchronize().map_err(device)?;
-        if lease.is_fenced() {
-            return Err(MemoryError::Fenced);
-        }
-        // SAFETY: what was copied from the slot before is on the device, and the ring is locked.
-        let bytes = unsafe { ring.pinned.get_mut(slot * self.layout.block_layer_bytes(), len) };
-        fill(bytes);
-        // SAFETY: the slot is not written again before the event below; the lease is the block's only writer, and whoever
-        // gets the block after it reads or writes it on this stream, or in a step, which waits for `written`.
-        let copied = unsafe {
-            if at.num_tokens == self.layout.block_size {
-                ring.stream.upload(bytes, place)
-            } else {
-                let host = HostRows { bytes: bytes.as_mut_ptr(), pitch: shape.row_bytes };
-                ring.stream.copy_rows(host, Rows { span: place, pitch }, shape, true)
-            }
-        };
-        copied.and_then(|()| ring.stream.record(&ring.taken[slot])).map_err(device)?;
-        ring.stream.record(&self.written).map_err(device)
-    }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn device(error: DeviceError) -> MemoryError {
+pub(super) fn failed(error: DeviceError) -> MemoryError {
     MemoryError::Device(error.to_string())
 }
 
 impl BlockMemory for CudaArena {
     fn layout(&self) -> &KvLayout {
-        &self.layout
+        &self.blocks.layout
     }
 
     fn read_blocks(
@@ -181,23 +213,23 @@ impl BlockMemory for CudaArena {
         _: BlockOrder,
         take: &mut dyn FnMut(&[u8]),
     ) -> Result<(), MemoryError> {
-        let (block, num_tokens) = (self.layout.block_layer_bytes(), self.layout.block_size);
+        let (block, num_tokens) = (self.layout().block_layer_bytes(), self.layout().block_size);
         let mut outgoing = lock(&self.outgoing);
         let Outgoing { stream, pinned, len } = &mut *outgoing;
-        self.device.bind().map_err(device)?;
-        stream.wait(&self.written).map_err(device)?;
+        self.blocks.device.bind().map_err(failed)?;
+        stream.wait(self.written()).map_err(failed)?;
         let end = run.first.saturating_add(run.num_blocks);
         for first in (run.first..end).step_by(*len / block) {
             let num = (*len / block).min(end - first);
             for nth in first..first + num {
                 let at = BlockSlice { layer: run.layer, nth, num_tokens };
-                let place = self.place(at, lease.block(nth), lease.len())?;
+                let place = self.blocks.place(at, lease.block(nth), lease.len())?;
                 // SAFETY: the stream is finished below, and the pinned memory is locked; the lease pins the block, which is
                 // complete, so nobody writes it.
                 let queued = unsafe { stream.download(place, pinned.get_mut((nth - first) * block, block)) };
-                queued.map_err(device)?;
+                queued.map_err(failed)?;
             }
-            stream.synchronize().map_err(device)?;
+            stream.synchronize().map_err(failed)?;
             // SAFETY: the copies into it are done.
             take(unsafe { pinned.get(0, num * block) });
         }
@@ -205,7 +237,7 @@ impl BlockMemory for CudaArena {
     }
 
     fn write(&self, lease: &WriteLease, layer: usize, nth: usize, bytes: &[u8]) -> Result<(), MemoryError> {
-        let want = self.layout.block_layer_bytes();
+        let want = self.layout().block_layer_bytes();
         if bytes.len() != want {
             return Err(MemoryError::WrongSize { got: bytes.len(), want });
         }
@@ -219,19 +251,19 @@ impl BlockMemory for CudaArena {
         nth: usize,
         fill: &mut dyn FnMut(&mut [u8]),
     ) -> Result<(), MemoryError> {
-        self.send(lease, BlockSlice { layer, nth, num_tokens: self.layout.block_size }, fill)
+        self.send(lease, BlockSlice { layer, nth, num_tokens: self.layout().block_size }, fill)
     }
 
     fn gather(&self, lease: &ReadLease, at: BlockSlice, out: &mut Vec<u8>) -> Result<(), MemoryError> {
-        let place = self.place(at, lease.block(at.nth), lease.len())?;
-        let (shape, pitch) = self.rows(at.num_tokens);
+        let place = self.blocks.place(at, lease.block(at.nth), lease.len())?;
+        let (shape, pitch) = self.blocks.rows(at.num_tokens);
         let len = shape.num_rows * shape.row_bytes;
         if len == 0 {
             return Ok(());
         }
         let outgoing = lock(&self.outgoing);
-        self.device.bind().map_err(device)?;
-        outgoing.stream.wait(&self.written).map_err(device)?;
+        self.blocks.device.bind().map_err(failed)?;
+        outgoing.stream.wait(self.written()).map_err(failed)?;
         // SAFETY: the stream is finished below, and the pinned memory is locked. Only bytes of the slice's tokens are read, so the
         // step loop may write later ones meanwhile.
         let queued = unsafe {
@@ -239,15 +271,15 @@ impl BlockMemory for CudaArena {
                 HostRows { bytes: outgoing.pinned.get_mut(0, len).as_mut_ptr(), pitch: shape.row_bytes };
             outgoing.stream.copy_rows(host, Rows { span: place, pitch }, shape, false)
         };
-        queued.and_then(|()| outgoing.stream.synchronize()).map_err(device)?;
+        queued.and_then(|()| outgoing.stream.synchronize()).map_err(failed)?;
         // SAFETY: the copy into it is done.
         out.extend_from_slice(unsafe { outgoing.pinned.get(0, len) });
         Ok(())
     }
 
     fn scatter(&self, lease: &WriteLease, at: BlockSlice, bytes: &[u8]) -> Result<(), MemoryError> {
-        self.place(at, lease.block(at.nth), lease.len())?;
-        let (shape, _) = self.rows(at.num_tokens);
+        self.blocks.place(at, lease.block(at.nth), lease.len())?;
+        let (shape, _) = self.blocks.rows(at.num_tokens);
         let want = shape.num_rows * shape.row_bytes;
         if bytes.len() != want {
             return Err(MemoryError::WrongSize { got: bytes.len(), want });
@@ -256,5 +288,9 @@ impl BlockMemory for CudaArena {
             return Ok(());
         }
         self.send(lease, at, &mut |slice| slice.copy_from_slice(bytes))
+    }
+
+    fn peer(&self) -> Option<&dyn PeerMemory> {
+        Some(self)
     }
 }

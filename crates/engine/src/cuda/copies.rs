@@ -29,6 +29,17 @@ impl Stream {
             .map_err(failed("copy from the device"))
     }
 
+    /// Queues a copy within the device.
+    ///
+    /// # Safety
+    /// Both live until the stream is past this, and nobody else touches `to`.
+    pub(crate) unsafe fn copy(&self, from: Span, to: Span) -> Outcome {
+        assert_eq!(from.len, to.len, "a copy of another length");
+        // SAFETY: the caller's; lengths were compared.
+        unsafe { result::memcpy_dtod_async(to.address, from.address, from.len, self.raw()) }
+            .map_err(failed("copy within the device"))
+    }
+
     /// Queues a copy of `num_rows` rows between host and device, each side with a pitch of its own.
     ///
     /// # Safety

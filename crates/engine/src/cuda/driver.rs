@@ -204,6 +204,18 @@ impl Event {
         Ok(Event { device: Arc::clone(device), raw })
     }
 
+    /// One for which a waiting thread sleeps: for threads that share a core with others.
+    pub(crate) fn sleeping(device: &Arc<Device>) -> Outcome<Event> {
+        use sys::CUevent_flags::{CU_EVENT_BLOCKING_SYNC as BLOCKING, CU_EVENT_DISABLE_TIMING as UNTIMED};
+        device.bind()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the driver writes a handle or fails; it is destroyed once, in `drop`.
+        unsafe { sys::cuEventCreate(&raw mut raw, BLOCKING as u32 | UNTIMED as u32) }
+            .result()
+            .map_err(failed("make an event"))?;
+        Ok(Event { device: Arc::clone(device), raw })
+    }
+
     /// Returns when what it stands for is done; at once if it was never recorded.
     pub(crate) fn synchronize(&self) -> Outcome<()> {
         // SAFETY: the event lives as long as `self`.

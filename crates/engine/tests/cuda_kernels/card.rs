@@ -1,4 +1,4 @@
-//! The committed module on a card, through the driver's C interface: `library::the_way_to_a_card_works_on_the_driver_for_tests` keeps it working.
+//! The committed modules on a card, through the driver's C interface: `library::the_way_to_a_card_works_on_the_driver_for_tests` keeps it working.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
@@ -12,13 +12,13 @@ type Handle = *mut c_void;
 
 const MAX_DYNAMIC_SHARED: c_int = 8;
 
-/// A module on the first card. One launch at a time, on one stream.
+/// Both modules on the first card. One launch at a time, on one stream.
 pub(crate) struct Card {
     library: Handle,
     context: Handle,
     stream: Handle,
     functions: Mutex<HashMap<String, Option<usize>>>,
-    module: Handle,
+    modules: [Handle; 2],
 }
 
 // SAFETY: handles of the driver may be used by any thread that has made the context its own, which `run` does.
@@ -46,7 +46,10 @@ fn succeeded(code: c_int, what: &str) {
 impl Card {
     pub(crate) fn open() -> Card {
         // In the program, so that it can be taken to a card alone; copied, since the driver wants it aligned.
-        let module_bytes = include_bytes!("../../cuda/built/baton.fatbin").to_vec();
+        let images = [
+            include_bytes!("../../cuda/built/baton.fatbin").to_vec(),
+            include_bytes!("../../cuda/built/peer/peer.fatbin").to_vec(),
+        ];
         // SAFETY: the driver's interface, as its manual declares it.
         unsafe {
             let names = [c"libcuda.so.1", c"libcuda.so"];
@@ -59,27 +62,32 @@ impl Card {
             let set: extern "C" fn(Handle) -> c_int = symbol(library, c"cuCtxSetCurrent");
             let load: extern "C" fn(*mut Handle, *const u8) -> c_int = symbol(library, c"cuModuleLoadData");
             let create: extern "C" fn(*mut Handle, c_uint) -> c_int = symbol(library, c"cuStreamCreate");
-            let [mut context, mut module, mut stream] = [std::ptr::null_mut(); 3];
+            let [mut context, mut stream] = [std::ptr::null_mut(); 2];
+            let mut modules = [std::ptr::null_mut(); 2];
             succeeded(init(0), "cuInit");
             succeeded(retain(&raw mut context, 0), "cuDevicePrimaryCtxRetain");
             succeeded(set(context), "cuCtxSetCurrent");
-            succeeded(load(&raw mut module, module_bytes.as_ptr()), "cuModuleLoadData");
+            for (module, image) in modules.iter_mut().zip(&images) {
+                succeeded(load(module, image.as_ptr()), "cuModuleLoadData");
+            }
             succeeded(create(&raw mut stream, 0), "cuStreamCreate");
-            Card { library, context, stream, functions: Mutex::default(), module }
+            Card { library, context, stream, functions: Mutex::default(), modules }
         }
     }
 
     fn function(&self, kernel: &str, functions: &mut HashMap<String, Option<usize>>) -> Option<Handle> {
         let found = functions.entry(kernel.to_owned()).or_insert_with(|| {
             let name = CString::new(kernel).unwrap();
-            let mut function = std::ptr::null_mut();
-            // SAFETY: as in `open`.
-            let code = unsafe {
-                let get: extern "C" fn(*mut Handle, Handle, *const c_char) -> c_int =
-                    symbol(self.library, c"cuModuleGetFunction");
-                get(&raw mut function, self.module, name.as_ptr())
-            };
-            (code == 0).then_some(function as usize)
+            self.modules.iter().find_map(|&module| {
+                let mut function = std::ptr::null_mut();
+                // SAFETY: as in `open`.
+                let code = unsafe {
+                    let get: extern "C" fn(*mut Handle, Handle, *const c_char) -> c_int =
+                        symbol(self.library, c"cuModuleGetFunction");
+                    get(&raw mut function, module, name.as_ptr())
+                };
+                (code == 0).then_some(function as usize)
+            })
         });
         found.map(|function| function as Handle)
     }

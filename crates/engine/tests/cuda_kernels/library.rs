@@ -78,7 +78,9 @@ impl Build<'_> {
             content.push_str(name);
             content.push_str(text);
         }
-        for file in ["order", "shim/fiber.h", "shim/device.h", "shim/launch.h", "shim/build.sh"] {
+        for file in
+            ["order", "shim/fiber.h", "shim/device.h", "shim/launch.h", "shim/build.sh", "peer/rings.cu"]
+        {
             content.push_str(&fs::read_to_string(cuda_folder().join(file)).unwrap());
         }
         let hash = fnv(content.as_bytes());
@@ -260,12 +262,12 @@ fn the_way_to_a_card_works_on_the_driver_for_tests() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cuda-driver-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
     fs::copy(Build::default().made(), folder.join("libbaton_kernels.so")).unwrap();
-    let driver = cuda_folder().join("fake/driver.cpp");
+    let driver = ["fake/driver.cpp", "fake/graph.cpp", "fake/ipc.cpp"].map(|file| cuda_folder().join(file));
     let mut compiler = Command::new("g++");
-    compiler.args(["-std=c++17", "-O0", "-fPIC", "-shared"]).arg(driver).args(["-ldl", "-o"]);
+    compiler.args(["-std=c++17", "-O0", "-fPIC", "-shared"]).args(driver).args(["-ldl", "-o"]);
     assert!(compiler.arg(folder.join("libcuda.so.1")).status().unwrap().success());
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["rows::", "blocks::", "decode_agrees"])
+        .args(["rows::", "blocks::", "both_ends_sum", "a_byte_that_changed", "decode_agrees"])
         .env("BATON_KERNELS", "card")
         .env("LD_LIBRARY_PATH", &folder)
         .output()
@@ -273,5 +275,5 @@ fn the_way_to_a_card_works_on_the_driver_for_tests() {
     fs::remove_dir_all(folder).unwrap();
     let text =
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-    assert!(output.status.success() && text.contains(" 7 passed"), "{text}");
+    assert!(output.status.success() && text.contains(" 9 passed"), "{text}");
 }

@@ -10,6 +10,7 @@ mod faults;
 mod int8;
 mod library;
 mod rates;
+mod rings;
 mod rows;
 mod sampling;
 mod toolchain;

@@ -9,6 +9,7 @@ use crate::device::{Arg, Device, Launch, input, number, output};
 use crate::element::Element;
 use crate::int8;
 
+/// Times that each kernel runs unless `BATON_RATES_REPEATS` says otherwise.
 const REPEATS: u32 = 50;
 /// Sequences that decode.
 const BATCH: usize = 32;
@@ -17,6 +18,7 @@ const BATCH: usize = 32;
 struct Stopwatch<'a> {
     card: &'a Card,
     seconds: Mutex<f64>,
+    repeats: u32,
 }
 
 impl Device for Stopwatch<'_> {
@@ -25,13 +27,15 @@ impl Device for Stopwatch<'_> {
     }
 
     fn run(&self, launch: &Launch<'_>, args: &[Arg<'_>]) {
-        *self.seconds.lock().unwrap() += self.card.run_again(launch, args, REPEATS);
+        *self.seconds.lock().unwrap() += self.card.run_again(launch, args, self.repeats);
     }
 }
 
 /// Seconds of all kernels that `work` runs.
 fn seconds(card: &Card, work: impl FnOnce(&Stopwatch<'_>)) -> f64 {
-    let watch = Stopwatch { card, seconds: Mutex::new(0.0) };
+    let told = std::env::var("BATON_RATES_REPEATS").ok();
+    let repeats = told.map_or(REPEATS, |text| text.parse().expect("a number of repeats"));
+    let watch = Stopwatch { card, seconds: Mutex::new(0.0), repeats };
     work(&watch);
     watch.seconds.into_inner().unwrap()
 }

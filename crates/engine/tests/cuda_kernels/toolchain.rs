@@ -11,7 +11,7 @@ fn built(name: &str) -> String {
 }
 
 /// SHA-256 of a file, by coreutils.
-fn sha256(path: &std::path::Path) -> Option<String> {
+pub(crate) fn sha256(path: &std::path::Path) -> Option<String> {
     let output = Command::new("sha256sum").arg(path).output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?;
     text.split_whitespace().next().map(str::to_owned)

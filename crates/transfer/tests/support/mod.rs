@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 pub(crate) mod by_hand;
+pub(crate) mod device;
 pub(crate) mod memory;
 pub(crate) mod proxy;
 
@@ -10,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_handoff::{HandoffKey, InstanceId, RequestId};
-use baton_kv::{BlockPool, BlockTable, KvDtype, KvLayout};
+use baton_kv::{BlockMemory, BlockPool, BlockTable, KvDtype, KvLayout};
 use baton_transfer::{
     Bulk, Grant, Progress, Receiver, ReceiverEvent, Receivers, Sender, SenderConfig, SenderEvent, TokenSpan,
     Transport, bulk_endpoint, bulk_server_builder, kv_stream_server, sender,
@@ -70,13 +71,36 @@ pub(crate) struct Destination {
 }
 
 impl Destination {
+    /// One whose blocks are on a device that others' devices reach.
+    pub(crate) async fn on_device(transport: Transport, layout: &KvLayout, num_blocks: usize) -> Self {
+        let seen = Arc::new(device::OnDevice::new(Arc::new(Sink::new(layout, num_blocks))));
+        Self::over(transport, &seen, num_blocks).await
+    }
+
+    pub(crate) async fn over(
+        transport: Transport,
+        seen: &Arc<device::OnDevice<Sink>>,
+        num_blocks: usize,
+    ) -> Self {
+        Self::serve(transport, Arc::clone(seen) as _, Arc::clone(&seen.memory), num_blocks).await
+    }
+
     pub(crate) async fn start(layout: &KvLayout, num_blocks: usize) -> Self {
         Self::start_over(Transport::Auto, layout, num_blocks).await
     }
 
     pub(crate) async fn start_over(transport: Transport, layout: &KvLayout, num_blocks: usize) -> Self {
         let memory = Arc::new(Sink::new(layout, num_blocks));
-        let receivers = Receivers::new(Arc::clone(&memory) as _, 4).with_transport(transport);
+        Self::serve(transport, Arc::clone(&memory) as _, memory, num_blocks).await
+    }
+
+    async fn serve(
+        transport: Transport,
+        seen: Arc<dyn BlockMemory>,
+        memory: Arc<Sink>,
+        num_blocks: usize,
+    ) -> Self {
+        let receivers = Receivers::new(seen, 4).with_transport(transport);
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let service = kv_stream_server(receivers.clone());
