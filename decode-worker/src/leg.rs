@@ -154,13 +154,15 @@ impl Leg {
     async fn hear(&mut self) -> Heard {
         let next = self.machine.deadline().into_iter().chain(self.deadline).min();
         let wait = next.map(|at| at.saturating_sub(self.core.clock.now()));
+        // In this order: what has come counts before what is late, also after the process stood still, and what comes often last.
         tokio::select! {
+            biased;
             () = self.output.closed(), if !self.is_gone => Heard::RouterGone,
+            stopped = self.stops.next() => Heard::Stopped(stopped),
             Some(stream) = self.attaching.recv() => Heard::Attached(stream),
             message = next_of_control(&mut self.control) => Heard::Control(message),
-            event = next_of_sequence(&mut self.sequence) => Heard::Sequence(event),
             event = next_of_receiver(&mut self.receiver) => Heard::Receiver(event),
-            stopped = self.stops.next() => Heard::Stopped(stopped),
+            event = next_of_sequence(&mut self.sequence) => Heard::Sequence(event),
             () = sleep(wait) => Heard::Time,
         }
     }

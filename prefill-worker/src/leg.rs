@@ -162,12 +162,14 @@ impl Leg {
     async fn hear(&mut self) -> Heard {
         let next = self.machine.deadline().into_iter().chain(self.deadline).min();
         let wait = next.map(|at| at.saturating_sub(self.core.clock.now()));
+        // In this order: what has come counts before what is late, also after the process stood still, and what comes often last.
         tokio::select! {
+            biased;
             () = self.events.closed(), if !self.is_gone => Heard::RouterGone,
-            event = next_of_sequence(&mut self.sequence) => Heard::Sequence(event),
+            Some(redirect) = self.redirects.recv() => Heard::Redirect(redirect),
             event = self.link.next() => Heard::Link(event),
             event = next_of_sender(&mut self.sender), if !self.sender_ended => Heard::Sender(event),
-            Some(redirect) = self.redirects.recv() => Heard::Redirect(redirect),
+            event = next_of_sequence(&mut self.sequence) => Heard::Sequence(event),
             () = sleep(wait) => Heard::Time,
         }
     }

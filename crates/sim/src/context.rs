@@ -13,13 +13,14 @@ use crate::queue::{Event, Queue, RouterEvent, WorkerEvent};
 use crate::random::Random;
 use crate::serve::Observer;
 use crate::waits::{Wait, Waits};
-use crate::{Report, Shape};
+use crate::{Faults, Report, Shape};
 
 /// Lines of a trace kept for a violation.
 const TRACE_LINES: usize = 160;
 
 pub(crate) struct Context {
     pub(crate) now: Time,
+    pub(crate) faults: Faults,
     pub(crate) shape: Shape,
     pub(crate) fidelity: Fidelity,
     pub(crate) queue: Queue,
@@ -44,10 +45,15 @@ impl Context {
         self.fidelity.cut(prompt_tokens, skip_tokens, self.shape.worker.block_size)
     }
 
-    /// How long a fenced writer takes to notice: any time where that is what is looked for, else what it takes.
-    pub(crate) fn writer_lag(&mut self) -> Duration {
-        let most_us = if self.observer.is_some() { 20 } else { 3_000 };
-        self.random.micros(0..=most_us)
+    /// How long a fenced writer takes to notice: any time where that is what is looked for, now and then more than `patience`, else
+    /// what it takes.
+    pub(crate) fn writer_lag(&mut self, patience: Duration) -> Duration {
+        if self.observer.is_some() {
+            return self.random.micros(0..=20);
+        }
+        let lag = self.random.micros(0..=3_000);
+        let is_late = self.faults == Faults::All && self.random.chance(2);
+        if is_late { patience + lag } else { lag }
     }
 
     pub(crate) fn worker(&mut self, after: Duration, worker: (usize, u32), event: WorkerEvent) {

@@ -86,6 +86,7 @@ impl World {
         faults::plan(config.faults, &shape, &mut random, &mut queue);
         let network = Network::new(weather, shape.device.latency_us, Random::new(random.next()));
         let mut context = Context {
+            faults: config.faults,
             now: Time::ZERO,
             shape,
             fidelity,
@@ -378,7 +379,11 @@ impl World {
             Fault::Resume { worker } => {
                 self.workers[worker].paused = false;
                 self.workers[worker].steps.resumed(now);
-                for event in std::mem::take(&mut self.workers[worker].held) {
+                // As in the real ones, what has come meanwhile counts before what is late.
+                let held = std::mem::take(&mut self.workers[worker].held);
+                let is_alarm = |event: &Event| matches!(event, Event::Worker(.., WorkerEvent::Wake));
+                let (alarms, facts): (Vec<Event>, Vec<Event>) = held.into_iter().partition(is_alarm);
+                for event in facts.into_iter().chain(alarms) {
                     self.event(event);
                 }
                 self.after(worker);

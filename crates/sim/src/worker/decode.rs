@@ -238,7 +238,19 @@ impl Worker {
         }
     }
 
+    /// A writer outlives its handoff only when it did not end in time; its lease then keeps the blocks out of use.
+    fn free_under(&mut self, context: &mut Context, key: HandoffKey, writer: Option<Receiver>) {
+        let Some(writer) = writer else { return };
+        let waited = writer.fenced_at().map(|at| context.now.saturating_sub(at));
+        if waited.is_none_or(|waited| waited < self.timers.writer) {
+            context.violate(|| format!("{key} is freed under a live writer, fenced since {waited:?}"));
+        }
+        *context.report.faults.entry("late_writer").or_default() += 1;
+        self.late_writers.insert(key, writer);
+    }
+
     pub(super) fn writer_ended(&mut self, context: &mut Context, key: HandoffKey) {
+        self.late_writers.remove(&key);
         if let Some(leg) = self.decode_leg(key) {
             leg.receiver = None;
             self.destination_fact(context, key, DestinationFact::WriterEnded);
@@ -284,10 +296,10 @@ impl Worker {
                 }
             }
             DestinationAction::Fence => {
-                if let Some(receiver) = &leg.receiver {
-                    receiver.fence();
+                if let Some(receiver) = &mut leg.receiver {
+                    receiver.fence(context.now);
                 }
-                let after = context.writer_lag();
+                let after = context.writer_lag(self.timers.writer);
                 context.worker(after, me, WorkerEvent::WriterEnded(key));
             }
             DestinationAction::Run(commit) => {
@@ -304,9 +316,8 @@ impl Worker {
                 self.command(context, Command::Commit(id, first));
             }
             DestinationAction::Free => {
-                if leg.receiver.is_some() {
-                    context.violate(|| format!("{key} is freed under a live writer"));
-                }
+                let late = leg.receiver.take();
+                self.free_under(context, key, late);
                 self.command(context, Command::Drop(id));
             }
             DestinationAction::End(DestinationEnd::Committed) => {

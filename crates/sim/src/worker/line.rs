@@ -75,7 +75,9 @@ impl Line {
     /// It has blocks. Says what the first one has borne so far, when it was passed and surely has none yet.
     pub(crate) fn serve(&mut self, id: SequenceId, now: Time) -> Option<Passed> {
         let rank = self.ranks.get(&id).copied().filter(|rank| self.waiting.contains(rank))?;
-        let passes = self.waiting.first().is_some_and(|first| *first != rank && first.is_told);
+        // When a local one was given blocks another one may have been first.
+        let passes =
+            rank.is_told && self.waiting.first().is_some_and(|first| *first != rank && first.is_told);
         self.change(now, |waiting| {
             waiting.remove(&rank);
         });
@@ -148,5 +150,18 @@ mod tests {
             line.wait(id, Time::ZERO);
         }
         assert_eq!(line.serve(SequenceId(1), Time::ZERO), None);
+    }
+
+    #[test]
+    fn a_local_one_heard_of_late_passes_nobody() {
+        let mut line = Line::default();
+        for (n, origin) in [Origin::Remote, Origin::Local, Origin::Remote].into_iter().enumerate() {
+            let id = SequenceId(n as u64);
+            line.know(id, Rank::new(Time::ZERO, &new(0, 0, origin), id));
+            line.wait(id, Time::ZERO);
+        }
+        assert_eq!(line.serve(SequenceId(1), Time::ZERO), None);
+        let passed = Passed { num: 1, since: Time::ZERO };
+        assert_eq!(line.serve(SequenceId(2), Time::ZERO), Some(passed));
     }
 }

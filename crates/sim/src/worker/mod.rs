@@ -26,6 +26,7 @@ pub(crate) use leg::LegSpec;
 use leg::{Leg, LegStage, LegState, StreamUse};
 pub(crate) use line::Passed;
 use publish::Publisher;
+use receiver::Receiver;
 pub(crate) use steps::{CACHE_SALT, VOCAB};
 use steps::{Command, Outcome, Steps};
 
@@ -67,6 +68,8 @@ pub(crate) struct Worker {
     parked: BTreeMap<HandoffKey, StreamId>,
     /// Machines whose leg is over; they answer until the source closes its control stream.
     lingering: BTreeMap<StreamId, Destination>,
+    /// Writers that had not ended when their handoff was given up.
+    late_writers: BTreeMap<HandoffKey, Receiver>,
     publisher: Publisher,
     /// When everything that waits to be sent will be.
     link_free_at: Time,
@@ -98,6 +101,7 @@ impl Worker {
             streams: BTreeMap::new(),
             parked: BTreeMap::new(),
             lingering: BTreeMap::new(),
+            late_writers: BTreeMap::new(),
             publisher: Publisher::new(context.shape.num_routers),
             link_free_at: Time::ZERO,
             next_sequence: 0,

@@ -1,5 +1,6 @@
 //! The bulk receiver of a handoff: the only one who writes into reserved blocks.
 
+use baton_handoff::Time;
 use baton_kv::WriteLease;
 use baton_timing::FingerprintMemory;
 
@@ -12,6 +13,7 @@ pub(crate) struct Receiver {
     have: Vec<bool>,
     /// Frames verified without a gap.
     num_contiguous: usize,
+    fenced_at: Option<Time>,
 }
 
 /// What became of a frame.
@@ -30,11 +32,16 @@ pub(crate) enum Received {
 impl Receiver {
     pub(crate) fn new(lease: WriteLease, cut: Cut) -> Self {
         let have = vec![false; cut.num_frames() as usize];
-        Self { lease, cut, have, num_contiguous: 0 }
+        Self { lease, cut, have, num_contiguous: 0, fenced_at: None }
     }
 
-    pub(crate) fn fence(&self) {
+    pub(crate) fn fence(&mut self, now: Time) {
         self.lease.fence().close();
+        self.fenced_at = Some(now);
+    }
+
+    pub(crate) const fn fenced_at(&self) -> Option<Time> {
+        self.fenced_at
     }
 
     pub(crate) fn take(&mut self, frame: &Frame, memory: &mut FingerprintMemory) -> Received {

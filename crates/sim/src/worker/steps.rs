@@ -353,7 +353,6 @@ impl Steps {
                     check::passed(context, passed);
                 }
             }
-            // It was given blocks earlier, when another one may have been first.
             Event::Computed { id, .. } | Event::Started { id, .. } => {
                 self.line.serve(*id, now);
             }
