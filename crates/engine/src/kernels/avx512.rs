@@ -42,6 +42,21 @@ macro_rules! ops {
     )*};
 }
 
+/// Four vectors to a number each: first what stands in a quarter of a register, for all four in turn, then its quarters.
+macro_rules! across {
+    ($x:expr, $all:ident, $half:ident, $quarter:ident) => {{
+        let [a, b, c, d] = $x;
+        let ab = $all(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        let cd = $all(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        let quarters = $all(_mm512_shuffle_ps::<0x44>(ab, cd), _mm512_shuffle_ps::<0xee>(ab, cd));
+        let halves = $half(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps::<1>(quarters));
+        let each = $quarter(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
+        let mut out = [0.0; 4];
+        _mm_storeu_ps(out.as_mut_ptr(), each);
+        out
+    }};
+}
+
 impl Simd for Avx512 {
     type F = __m512;
     type I = __m512i;
@@ -50,6 +65,7 @@ impl Simd for Avx512 {
     const VECTORS: usize = 32;
     const MAX_ACCUMULATORS: usize = 24;
     const MAX_QUANT_ROWS: usize = 12;
+    const ROWS_BYTES: usize = 1 << 19;
     const NIBBLE_DOTS: bool = false;
 
     ops! {
@@ -104,6 +120,18 @@ impl Simd for Avx512 {
             super::avx2::largest8(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x)));
         fn prefetch_far(p: *const u8) = _mm_prefetch::<_MM_HINT_T1>(p.cast());
         fn prefetch_near(p: *const u8) = _mm_prefetch::<_MM_HINT_T0>(p.cast());
+    }
+
+    #[inline(always)]
+    unsafe fn sum_of_each(x: [__m512; 4]) -> [f32; 4] {
+        // SAFETY: by the trait's contract the CPU has AVX-512.
+        unsafe { across!(x, _mm512_add_ps, _mm256_add_ps, _mm_add_ps) }
+    }
+
+    #[inline(always)]
+    unsafe fn largest_of_each(x: [__m512; 4]) -> [f32; 4] {
+        // SAFETY: by the trait's contract the CPU has AVX-512.
+        unsafe { across!(x, _mm512_max_ps, _mm256_max_ps, _mm_max_ps) }
     }
 
     #[inline(always)]

@@ -23,8 +23,6 @@ pub(super) const SLAB: usize = 64;
 pub(super) const SCRATCH_FLOATS: usize = SLAB * SPREAD;
 /// With more rows than this, weights are spread once for all of them rather than for each few.
 const FEW_ROWS: usize = ROW_GROUP;
-/// Bytes of input that pass over all tiles before the next rows: a quarter of a small second-level cache.
-const ROWS_BYTES: usize = 1 << 17;
 const LINE: usize = 64;
 
 /// One member's share of a product.
@@ -186,7 +184,7 @@ pub(super) unsafe fn run<S: Simd>(m: &Int8Matmul<'_>) {
 #[inline(always)]
 unsafe fn tiles<S: Simd, W: Format>(m: &Int8Matmul<'_>) {
     let group_bytes = quantise::group_bytes(m.weights.cols);
-    let pass = (ROWS_BYTES / group_bytes).max(1) * ROW_GROUP;
+    let pass = (S::ROWS_BYTES / group_bytes).max(1) * ROW_GROUP;
     let mut row = 0;
     while row < m.num_rows {
         let num_rows = pass.min(m.num_rows - row);

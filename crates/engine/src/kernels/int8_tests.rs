@@ -195,13 +195,14 @@ fn products_of_extreme_values_are_the_scalar_ones() {
 fn what_is_not_finite_spoils_its_row_alone() {
     let mut random = Random(32);
     for kind in KINDS {
-        let (rows, cols) = (32, 64);
+        // Blocks are quantised by fours, twos and ones.
+        let (rows, cols) = (32, 7 * QUANT_BLOCK);
         let data = stored(kind, rows * cols / QUANT_BLOCK, || 0x95, || 0.25);
         let weights =
             Packed::of(&Tensor { name: "test".into(), rows, cols, kind, data: Cow::Borrowed(&data) });
         for table in tables() {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                for at in [0, 17, 31, 63] {
+                for at in [0, 17, 31, 63, 127, 128, 191, 192, 223] {
                     let mut x = random.floats(20 * cols);
                     x[9 * cols + at] = bad;
                     let mut out = vec![0.0; 20 * rows];
@@ -220,8 +221,8 @@ fn what_is_not_finite_spoils_its_row_alone() {
 fn quantising_is_close_and_uses_the_whole_range() {
     let mut random = Random(33);
     for table in tables() {
-        let x = random.floats(64);
-        let records = quantised(table, &x, 64);
+        let x = random.floats(7 * QUANT_BLOCK);
+        let records = quantised(table, &x, x.len());
         let want = plain(&x);
         for (b, block) in want.iter().enumerate() {
             let at = &records[b * group_bytes(32)..];

@@ -58,28 +58,62 @@ unsafe fn rounded<S: Simd>(x: S::F, inverse: f32) -> S::F {
     }
 }
 
+/// Blocks that are quantised together: what is found across lanes, the largest element and the sum, is found for all of them at once.
+const TOGETHER: usize = 4;
+
 /// # Safety
 /// The CPU has `S`; `x` covers `len` floats, `out` as many records.
 #[inline(always)]
 pub(super) unsafe fn quantise<S: Simd>(arg: &Quantise) {
-    for block in 0..arg.len / QUANT_BLOCK {
-        // SAFETY: by contract; a record is 48 bytes.
-        unsafe {
-            let x = arg.x.add(block * QUANT_BLOCK);
-            let (a, b) = (S::load(x), S::load(x.add(LANES)));
-            let zero = S::zero();
-            let (size_a, size_b) = (S::max(a, S::sub(zero, a)), S::max(b, S::sub(zero, b)));
-            let largest = S::largest(S::max(size_a, size_b));
-            let (inverse, scale) =
-                if largest < SMALLEST { (0.0, 0.0) } else { (127.0 / largest, largest / 127.0) };
-            let (a, b) = (rounded::<S>(a, inverse), rounded::<S>(b, inverse));
-            // Whole numbers this small add up exactly in any order. A NaN stays one here, whatever the maximum did with it,
-            // and with an infinity the inverse is 0 and their product NaN.
-            let sum = S::sum(S::add(a, b));
-            let out = arg.out.add(block * BLOCK_STRIDE);
-            S::store_quants(out, a);
-            S::store_quants(out.add(LANES), b);
-            let scale = scale + sum * 0.0;
+    let num = arg.len / QUANT_BLOCK;
+    let mut block = 0;
+    macro_rules! blocks {
+        ($($together:literal),*) => {$(
+            while num - block >= $together {
+                // SAFETY: by contract; so many blocks are left.
+                unsafe { blocks::<S, $together>(arg.x.add(block * QUANT_BLOCK), arg.out.add(block * BLOCK_STRIDE)) }
+                block += $together;
+            }
+        )*};
+    }
+    blocks!(4, 2, 1);
+}
+
+/// # Safety
+/// As [`quantise`], for `N` blocks, at most [`TOGETHER`].
+#[inline(always)]
+unsafe fn blocks<S: Simd, const N: usize>(x: *const f32, out: *mut u8) {
+    // SAFETY: by contract; a record is 48 bytes.
+    unsafe {
+        let zero = S::zero();
+        let mut halves = [(zero, zero); N];
+        let mut sizes = [zero; TOGETHER];
+        for (n, half) in halves.iter_mut().enumerate() {
+            let (a, b) = (S::load(x.add(n * QUANT_BLOCK)), S::load(x.add(n * QUANT_BLOCK + LANES)));
+            sizes[n] = S::max(S::max(a, S::sub(zero, a)), S::max(b, S::sub(zero, b)));
+            *half = (a, b);
+        }
+        let mut scale = S::largest_of_each(sizes);
+        let mut inverse = [0.0; TOGETHER];
+        for (scale, inverse) in scale.iter_mut().zip(&mut inverse) {
+            let largest = *scale;
+            let is_small = largest < SMALLEST;
+            *inverse = if is_small { 0.0 } else { 127.0 / largest };
+            *scale = if is_small { 0.0 } else { largest / 127.0 };
+        }
+        let mut sums = [zero; TOGETHER];
+        for (n, (a, b)) in halves.iter_mut().enumerate() {
+            (*a, *b) = (rounded::<S>(*a, inverse[n]), rounded::<S>(*b, inverse[n]));
+            sums[n] = S::add(*a, *b);
+        }
+        // Whole numbers this small add up exactly in any order. A NaN stays one here, whatever the maximum did with it,
+        // and with an infinity the inverse is 0 and their product NaN.
+        let sums = S::sum_of_each(sums);
+        for (n, (a, b)) in halves.iter().enumerate() {
+            let (out, sum) = (out.add(n * BLOCK_STRIDE), sums[n]);
+            S::store_quants(out, *a);
+            S::store_quants(out.add(LANES), *b);
+            let scale = scale[n] + sum * 0.0;
             out.add(SCALE).cast::<f32>().write_unaligned(scale);
             out.add(SCALED_SUM).cast::<f32>().write_unaligned(scale * sum);
             out.add(LESS_8).cast::<i32>().write_unaligned(-8 * sum as i32);

@@ -32,6 +32,9 @@ pub(crate) trait Simd: Copy {
     const MAX_ACCUMULATORS: usize;
     /// Most rows of an integer matrix product in registers together: 12, 4 or 1.
     const MAX_QUANT_ROWS: usize;
+    /// Bytes of quantised rows that pass over all column tiles before the next rows: half of the second-level cache, which is small
+    /// where there is nothing but AVX2.
+    const ROWS_BYTES: usize = 1 << 17;
     /// Whether dot products take no bytes above 15, so that a byte's nibbles are multiplied one after the other.
     const NIBBLE_DOTS: bool;
 
@@ -99,6 +102,20 @@ pub(crate) trait Simd: Copy {
     unsafe fn sum(x: Self::F) -> f32;
     /// Largest lane, by the same tree.
     unsafe fn largest(x: Self::F) -> f32;
+    /// [`Self::sum`] of each, of numbers that add up to the same in any order.
+    #[inline(always)]
+    unsafe fn sum_of_each(x: [Self::F; 4]) -> [f32; 4] {
+        let [a, b, c, d] = x;
+        // SAFETY: the caller has the instruction set.
+        unsafe { [Self::sum(a), Self::sum(b), Self::sum(c), Self::sum(d)] }
+    }
+    /// [`Self::largest`] of each.
+    #[inline(always)]
+    unsafe fn largest_of_each(x: [Self::F; 4]) -> [f32; 4] {
+        let [a, b, c, d] = x;
+        // SAFETY: the caller has the instruction set.
+        unsafe { [Self::largest(a), Self::largest(b), Self::largest(c), Self::largest(d)] }
+    }
     /// Asks for the cache line at `p`, into the second cache; any address is allowed.
     unsafe fn prefetch_far(p: *const u8);
     /// Asks for the cache line at `p`, into the first cache; any address is allowed.
