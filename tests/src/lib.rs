@@ -10,6 +10,7 @@ pub mod cluster;
 pub mod fake_cuda;
 pub mod go;
 pub mod golden;
+mod grpc_bytes;
 pub mod jaeger;
 pub mod metadata;
 pub mod metrics;

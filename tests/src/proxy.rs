@@ -5,6 +5,7 @@
 //! another loopback address.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -15,6 +16,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::Instant;
+
+use crate::grpc_bytes::GrpcBytes;
 
 /// Where proxies listen; workers are on 127.0.0.1.
 const HOST: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2));
@@ -169,10 +172,14 @@ async fn forward(from: OwnedReadHalf, to: OwnedWriteHalf, way: Way) {
 /// Returns whether a fault cut the connection.
 async fn take_in(mut from: OwnedReadHalf, line: mpsc::Sender<(Instant, Vec<u8>)>, mut way: Way) -> bool {
     let mut buffer = vec![0; 64 * 1024];
+    let mut follower = GrpcBytes::default();
     loop {
         let Ok(length @ 1..) = from.read(&mut buffer).await else { return false };
-        if way.is_bulk && length >= PIECE && !way.bulk.pass(&mut buffer[..length]).await {
-            return true;
+        if way.is_bulk {
+            let payload = follower.follow(&buffer[..length]);
+            if length >= PIECE && !way.bulk.pass(&mut buffer[..length], &payload).await {
+                return true;
+            }
         }
         let delay = Duration::from_micros(way.bulk.faults.delay_us.load(Ordering::SeqCst));
         if line.send((Instant::now() + delay, buffer[..length].to_vec())).await.is_err() {
@@ -191,17 +198,18 @@ async fn give_out(mut pieces: mpsc::Receiver<(Instant, Vec<u8>)>, mut to: OwnedW
 }
 
 impl Bulk {
-    /// Does to a piece what is asked for; `false` cuts its connection.
-    async fn pass(&mut self, piece: &mut [u8]) -> bool {
+    /// Does to a piece, and to payload in it, what is asked for; `false` cuts its connection.
+    async fn pass(&mut self, piece: &mut [u8], payload: &[Range<usize>]) -> bool {
         while self.faults.stalled.load(Ordering::SeqCst) {
             let _ = tokio::time::timeout(Duration::from_secs(1), self.woken.changed()).await;
         }
         if take(&self.faults.num_to_cut) {
             return false;
         }
-        if take(&self.faults.num_to_flip) {
-            // The middle of a large piece is payload, not a frame's head.
-            piece[piece.len() / 2] ^= 0x10;
+        if let Some(largest) = payload.iter().max_by_key(|range| range.len())
+            && take(&self.faults.num_to_flip)
+        {
+            piece[largest.start + largest.len() / 2] ^= 0x10;
         }
         self.faults.num_bulk_bytes.fetch_add(piece.len(), Ordering::SeqCst);
         true
