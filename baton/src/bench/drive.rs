@@ -42,10 +42,15 @@ impl Run {
         from: Instant,
         to: Instant,
     ) -> impl Iterator<Item = (Instant, Duration)> {
-        let victims = if self.streams.is_empty() { &self.arrivals } else { &self.streams };
+        let victims = self.victims();
         let gaps = victims.iter().flat_map(Record::gaps).filter(move |(at, _)| (from..=to).contains(at));
         let silences = victims.iter().filter_map(move |record| silence(record, to));
         gaps.chain(silences.filter(move |_| to == self.end))
+    }
+
+    /// The streams, or without any the arrivals.
+    pub(super) fn victims(&self) -> &[Record] {
+        if self.streams.is_empty() { &self.arrivals } else { &self.streams }
     }
 
     /// Background streams that came to their end.

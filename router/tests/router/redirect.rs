@@ -28,16 +28,21 @@ async fn held_kv_is_redirected_whoever_notices_first() {
         assert_eq!(cluster.prefill[0].prefills().len(), 1, "computed once");
         let redirects = cluster.prefill[0].redirects();
         let [redirect] = &redirects[..] else { panic!("{redirects:?}") };
-        let lost = usize::from(cluster.decode[1].decodes().first().is_some_and(|leg| attempt(leg) == 0));
-        let other = &cluster.decode[1 - lost];
+        let second =
+            |nth: &usize| cluster.decode[*nth].decodes().first().is_some_and(|leg| attempt(leg) == 1);
+        let nth = (0..2).find(second).expect("a second attempt");
+        let (lost, other) = (&cluster.decode[1 - nth], &cluster.decode[nth]);
         let decodes = other.decodes();
         let [leg] = &decodes[..] else { panic!("{decodes:?}") };
-        assert_eq!((leg.key.clone(), attempt(leg)), (redirect.new_key.clone(), 1));
+        assert_eq!(leg.key, redirect.new_key);
         assert_eq!(redirect.key, cluster.prefill[0].prefills()[0].key);
         let destination = redirect.destination.clone().expect("a destination");
         assert_eq!((destination.address, destination.instance_id), (other.address(), other.instance()));
-        let first = &cluster.decode[lost].decodes()[0];
-        assert_eq!((&leg.prompt, leg.num_generated, &leg.stopping), (&first.prompt, 0, &first.stopping));
+        assert_eq!((&leg.prompt, leg.num_generated), (&cluster.prefill[0].prefills()[0].prompt, 0));
+        // Where the prefill worker says so the first leg may be gone before it arrived.
+        let first = lost.decodes();
+        assert!(told_by_prefill || !first.is_empty());
+        assert!(first.iter().all(|first| (&first.prompt, &first.stopping) == (&leg.prompt, &leg.stopping)));
         let metrics = cluster.router.metrics();
         assert_eq!((metrics.redirects.get(), metrics.retries.get(), metrics.resumes.get()), (1, 1, 0));
     }

@@ -46,6 +46,8 @@ pub(super) struct Outcome {
     pub(super) itl_ms: Option<Summary>,
     /// The same finer: shares of the gaps, ascending, and how long these are at most.
     pub(super) itl_shares_ms: Vec<(f64, f64)>,
+    /// The longest of these gaps that ended; null when there was none.
+    pub(super) worst_gap: Option<WorstGap>,
     /// Gaps of the streams before the first request arrived.
     pub(super) quiet_itl_ms: Option<Summary>,
     /// Of the arriving requests.
@@ -82,6 +84,19 @@ pub(super) struct Outcome {
     /// For the picture: the arrivals' time from being sent to their first token, in seconds from the first arrival on.
     #[serde(skip)]
     pub(super) prefills: Vec<(f64, f64)>,
+}
+
+/// Where a gap was, so that its cause can be told: the second token is the first one that a decode worker sends.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(super) struct WorstGap {
+    /// Its length.
+    pub(super) ms: f64,
+    /// When it ended, from the first arrival on.
+    pub(super) ended_s: f64,
+    /// Which event with tokens of its answer ended it, the first being 1.
+    pub(super) token: usize,
+    /// What its answer says of exposed transfer; null if it did not end.
+    pub(super) exposed_ms: Option<f64>,
 }
 
 /// KV that moved between workers, summed over the arrivals, as the router tells it to its clients.
@@ -149,6 +164,7 @@ impl Outcome {
             duration_s,
             itl_ms: itl.summary(),
             itl_shares_ms: itl.shares(&SHARES),
+            worst_gap: worst_gap(run),
             quiet_itl_ms: quiet.summary(),
             ttft_each_ms: run.arrivals.iter().filter_map(Record::ttft).map(ms).collect(),
             ttft_ms: run.arrivals.iter().filter_map(Record::ttft).map(ms).collect::<Samples>().summary(),
@@ -168,6 +184,21 @@ impl Outcome {
             gaps,
         }
     }
+}
+
+fn worst_gap(run: &Run) -> Option<WorstGap> {
+    let of = |record: &Record| {
+        let exposed_ms = record.kv.map(|kv| kv.exposed_ms);
+        let gaps = record.gaps().enumerate().filter(|(_, (at, _))| (run.start..=run.end).contains(at));
+        gaps.map(|(nth, (at, gap))| WorstGap {
+            ms: ms(gap),
+            ended_s: (at - run.start).as_secs_f64(),
+            token: nth + 2,
+            exposed_ms,
+        })
+        .max_by(|a, b| a.ms.total_cmp(&b.ms))
+    };
+    run.victims().iter().filter_map(of).max_by(|a, b| a.ms.total_cmp(&b.ms))
 }
 
 fn prefill(run: &Run, record: &Record) -> Option<(f64, f64)> {
@@ -290,6 +321,8 @@ mod tests {
         assert_eq!((outcome.itl_ms.unwrap().max, outcome.itl_ms.unwrap().count), (200.0, 3));
         assert_eq!((outcome.ttft_ms.unwrap().p50, outcome.ttft_each_ms.as_slice()), (100.0, &[100.0][..]));
         assert_eq!(outcome.itl_shares_ms.last(), Some(&(0.999, 200.0)));
+        let worst = outcome.worst_gap.unwrap();
+        assert_eq!((worst.ms, worst.ended_s, worst.token, worst.exposed_ms), (200.0, 0.205, 5, None));
         assert_eq!((outcome.blocked.client_ms, outcome.blocked.client_stalls), (190.0, 1));
         assert_eq!(outcome.blocked.by_prefills_ms(), Some(182.0));
         assert_eq!(

@@ -255,6 +255,7 @@ pub(super) mod tests {
             duration_s: 60.0,
             itl_ms: itl,
             itl_shares_ms: Vec::new(),
+            worst_gap: None,
             quiet_itl_ms: flat(usual),
             ttft_ms: flat(ttft),
             ttft_each_ms: vec![ttft],

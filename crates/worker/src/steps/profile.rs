@@ -12,8 +12,8 @@ use baton_telemetry::metrics::STEP_SHARES;
 
 use super::cost_fit::{Features, LeastSquares, expected, features};
 
-/// Steps of a kind that are kept.
-const KEPT: usize = 4_096;
+/// Steps of a kind that are kept: a minute of the shortest.
+const KEPT: usize = 16_384;
 /// From so many prompt tokens on a step's time is mostly theirs.
 const MANY_TOKENS: usize = 64;
 
@@ -190,19 +190,19 @@ mod tests {
         let profile = StepProfile::default();
         let decode = |n: usize| planned(&[(100 + n % 400, 1), (n % 300, 1), (n % 7, 1)]);
         let long = planned(&[(0, 2_048), (300, 1)]);
-        for n in 0..10_000 {
+        for n in 0..2 * KEPT {
             let step = decode(n);
             // One in ten takes half as long again.
             let noise = if n % 10 == 3 { 1.5 } else { 1.0 };
             profile.observe(step, noise * expected(&DECODE, &step.features));
-            if n % 1_000 == 500 {
+            if n % 3_000 == 500 {
                 profile.observe(long, expected(&MANY, &long.features));
             }
         }
         let kinds = profile.read();
         assert_eq!(kinds.len(), 2, "{kinds:?}");
         let many = of(&kinds, StepKind::Many);
-        assert_eq!((many.num_steps, of(&kinds, StepKind::Decode).num_steps), (10, KEPT));
+        assert_eq!((many.num_steps, of(&kinds, StepKind::Decode).num_steps), (11, KEPT));
         let off = expected(&many.cost, &long.features) / expected(&MANY, &long.features) - 1.0;
         assert!(off.abs() < 0.01, "{off}");
         // Least relative squares lie between the two: what matters is the product with the ratios.
