@@ -32,7 +32,7 @@ pub(crate) fn run(command: Commands, global: &GlobalOptions) -> Result<(), Failu
     let runtime = match &command {
         Commands::Router(_) => {
             // Beside a step on the same core; a refusal only costs waits.
-            let _ = Turns::Short.take();
+            let _ = Turns::NextShort.take();
             threads(num_router_threads())?
         }
         // A worker brings its own threads; this one only waits for signals.

@@ -18,6 +18,11 @@ pub struct DecodeWorkerConfig {
           value_parser = clap::value_parser!(u32).range(16..=65536))]
     pub local_prefill_tokens: u32,
 
+    /// By what share of itself a decode step may grow for a sequence that has just begun to decode here, 0 to 10: if its context is too long for that, its
+    /// first 16 tokens are computed a few layers a step, so that they come later and those of others on time; 0: never
+    #[arg(long, env = "BATON_MAX_STEP_GROWTH", value_name = "SHARE", default_value_t = 0.1, value_parser = growth)]
+    pub max_step_growth: f64,
+
     /// Port for KV on the address of --listen; 0 picks a free one
     #[arg(long, env = "BATON_BULK_PORT", value_name = "PORT", default_value_t = 0)]
     pub bulk_port: u16,
@@ -30,11 +35,19 @@ fn share(text: &str) -> Result<f32, String> {
     }
 }
 
+fn growth(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(share) if (0.0..=10.0).contains(&share) => Ok(share),
+        _ => Err("a number from 0 to 10".to_owned()),
+    }
+}
+
 impl DecodeWorkerConfig {
     pub(crate) fn scheduling(&self) -> Scheduling {
         Scheduling {
             max_receiving_share: self.max_receiving_share,
             local_prefill_tokens: (self.local_prefill_tokens as usize).max(self.worker.block_size),
+            max_step_growth: self.max_step_growth,
             ..Scheduling::default()
         }
     }
@@ -61,6 +74,19 @@ mod tests {
         }
         let command = Command::try_parse_from(["decode", "--max-receiving-share", "1"]).unwrap();
         assert_eq!(command.config.max_receiving_share, 1.0);
+    }
+
+    #[test]
+    fn a_step_may_grow_by_up_to_ten_times() {
+        for bad in ["-0.1", "10.01", "NaN", "inf", "some"] {
+            let argument = format!("--max-step-growth={bad}");
+            let error = Command::try_parse_from(["decode", &argument]).unwrap_err().to_string();
+            assert!(error.contains("--max-step-growth") && error.contains("from 0 to 10"), "{error}");
+        }
+        let growth = |argument| {
+            Command::try_parse_from(["decode", argument]).unwrap().config.scheduling().max_step_growth
+        };
+        assert_eq!((growth("--max-step-growth=0"), growth("--max-receiving-share=1")), (0.0, 0.1));
     }
 
     #[test]

@@ -182,3 +182,39 @@ async fn a_first_token_that_ends_the_sequence_is_all() {
     // The same prompt goes on when end-of-sequence is ignored.
     assert_eq!(cluster.greedy(&prompt, 8).await.len(), 8);
 }
+
+/// Long newcomers beside short streams: each is computed a few layers a step, and has the tokens that it has where rows are computed whole.
+#[tokio::test]
+async fn a_newcomer_computed_in_parts_has_the_tokens_of_one_computed_whole() {
+    let _turn = Turn::take();
+    let mut random = Random::from_env("a_newcomer_computed_in_parts");
+    // However little its context costs, it is too much.
+    let apart = |growth: &str| ClusterConfig {
+        decode_args: vec![format!("--max-step-growth={growth}")],
+        ..ClusterConfig::default()
+    };
+    let (parts, whole) = (Cluster::start(apart("0.000001")).await, Cluster::start(apart("0")).await);
+    let streams: Vec<Value> = (0..3).map(|_| greedy(&random.tiny_prompt(20), 600)).collect();
+    let newcomers: Vec<Value> = (0..6).map(|_| greedy(&random.tiny_prompt(900), 24)).collect();
+    for cluster in [&parts, &whole] {
+        // One after the other, while the streams decode.
+        let arriving = async {
+            let mut answers = Vec::new();
+            for body in &newcomers {
+                answers.push(cluster.completion(body).await.token_ids);
+            }
+            answers
+        };
+        let stream = |nth: usize| cluster.completion(&streams[nth]);
+        let (a, b, c, arrived) = tokio::join!(stream(0), stream(1), stream(2), arriving);
+        let mut got: Vec<Vec<u32>> = [a, b, c].map(|answer| answer.token_ids).into();
+        got.extend(arrived);
+        for (nth, (body, got)) in streams.iter().chain(&newcomers).zip(&got).enumerate() {
+            // Alone there is nobody to be spared, so this one is whole on both.
+            assert_eq!(*got, whole.completion(body).await.token_ids, "answer {nth}");
+        }
+    }
+    assert!(parts.decode_sum("baton_row_parts_total", &[]).await >= 20.0);
+    assert_eq!(whole.decode_sum("baton_row_parts_total", &[]).await, 0.0);
+    parts.wait_baseline(Duration::from_secs(5)).await;
+}

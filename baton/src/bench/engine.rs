@@ -1,6 +1,6 @@
 //! `baton bench engine`: how fast whole steps of the CPU engine are, beside what this machine's cores and memory can do at all.
 //!
-//! Needs no cluster. Prompts are computed in chunks of 512 tokens, in the third case in one step; decoding makes 64 steps from context 128, in the last case
+//! Needs no cluster. Prompts are computed in chunks of 512 tokens, in the third case in one step; decoding makes 64 steps from context 128, around 256, or in the last case
 //! from 8,000. The KV before that is zeros: what a step takes does not depend on values. All cases are measured in turn, round by
 //! round, so that what else the machine does hits all of them; medians are reported.
 
@@ -48,7 +48,7 @@ pub(crate) struct EngineOptions {
 
     /// Cases to measure [default: all that fit the model's context]
     #[arg(long, value_name = "LIST", value_delimiter = ',',
-          value_parser = ["pp512", "pp2048", "pp2048-1", "tg1", "tg8", "tg32", "tg1-8k"])]
+          value_parser = ["pp512", "pp2048", "pp2048-1", "tg1", "tg8", "tg8-256", "tg32", "tg1-8k"])]
     cases: Vec<String>,
 
     /// Rounds, of which the median counts
@@ -78,12 +78,13 @@ struct Case {
     chunk: usize,
 }
 
-const CASES: [Case; 7] = [
+const CASES: [Case; 8] = [
     Case { name: "pp512", batch: 1, context: 0, tokens: 512, chunk: CHUNK },
     Case { name: "pp2048", batch: 1, context: 0, tokens: 2048, chunk: CHUNK },
     Case { name: "pp2048-1", batch: 1, context: 0, tokens: 2048, chunk: 2048 },
     Case { name: "tg1", batch: 1, context: 128, tokens: STEPS, chunk: 1 },
     Case { name: "tg8", batch: 8, context: 128, tokens: STEPS, chunk: 1 },
+    Case { name: "tg8-256", batch: 8, context: 256 - STEPS / 2, tokens: STEPS, chunk: 1 },
     Case { name: "tg32", batch: 32, context: 128, tokens: STEPS, chunk: 1 },
     Case { name: "tg1-8k", batch: 1, context: 8000, tokens: STEPS, chunk: 1 },
 ];
@@ -227,7 +228,7 @@ mod tests {
         assert_eq!(options.cases(131_072).len(), CASES.len());
         assert_eq!(options.config(&options.cases(1024)).max_step_tokens, CHUNK);
         let names: Vec<_> = options.cases(1024).iter().map(|case| case.name).collect();
-        assert_eq!(names, ["pp512", "tg1", "tg8", "tg32"]);
+        assert_eq!(names, ["pp512", "tg1", "tg8", "tg8-256", "tg32"]);
         assert_eq!(parse(&["--cases", "tg8"]).unwrap().cases(1024).len(), 1);
         // 32 sequences of 192 tokens, or one of 8,064.
         assert_eq!(options.config(&options.cases(131_072)).num_blocks, 504);

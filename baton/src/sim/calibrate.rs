@@ -190,7 +190,8 @@ const MAX_QUEUE: usize = 256;
 const MAX_OPEN_PROMPTS: usize = 4;
 const BLOCK_TOKENS: usize = 16;
 const LOCAL_PREFILL_TOKENS: u32 = 256;
-const MAX_STEP_MS: u32 = 500;
+const MAX_STEP_MS: u32 = 200;
+const MAX_STEP_GROWTH: f64 = 0.1;
 /// Between two processes of one host: bytes a second, and microseconds of a message. No first token waits for either.
 const LINK_BYTES_PER_S: f64 = 1e9;
 const LATENCY_US: (u64, u64) = (100, 300);
@@ -230,6 +231,7 @@ fn config(load: &Load, layout: Layout, live: &Live) -> Result<Option<ServeConfig
             max_step_tokens: limits.step_tokens as usize,
             local_prefill_tokens: limits.piece.unwrap_or(LOCAL_PREFILL_TOKENS) as usize,
             max_step_ms: f64::from(limits.step_ms.unwrap_or(MAX_STEP_MS)),
+            max_step_growth: MAX_STEP_GROWTH,
             max_num_seqs: MAX_NUM_SEQS,
             max_queue: MAX_QUEUE,
             max_open_prompts: MAX_OPEN_PROMPTS,
@@ -266,13 +268,23 @@ fn steps(worker: &MeasuredWorker) -> Option<MeasuredSteps> {
     (!kinds.is_empty() && ascend).then_some(MeasuredSteps { planned, kinds })
 }
 
-/// A worker to which no step of some kind came takes what another one of its role measured: it may get one in the simulation.
+/// A worker to which no step of some kind came, or one only, takes what another one of its role measured: it may get more in the simulation, and
+/// a single short prompt says nothing of a long one.
 fn share_kinds(workers: &mut [MeasuredSteps]) {
-    let all: Vec<MeasuredKind> = workers.iter().flat_map(|worker| worker.kinds.iter().cloned()).collect();
+    // Of several steps no two took exactly what is expected of them.
+    let is_of_several = |kind: &MeasuredKind| {
+        let ratios = || kind.ratios.iter().map(|(_, ratio)| *ratio);
+        ratios().any(|ratio| Some(ratio) != ratios().next())
+    };
+    let mut all: Vec<MeasuredKind> = workers.iter().flat_map(|worker| worker.kinds.iter().cloned()).collect();
+    all.sort_by_key(|kind| !is_of_several(kind));
     for worker in workers {
         for kind in &all {
-            if !worker.kinds.iter().any(|known| known.from_prompt_tokens == kind.from_prompt_tokens) {
-                worker.kinds.push(kind.clone());
+            match worker.kinds.iter_mut().find(|known| known.from_prompt_tokens == kind.from_prompt_tokens) {
+                Some(known) if is_of_several(known) => {}
+                Some(known) if is_of_several(kind) => *known = kind.clone(),
+                Some(_) => {}
+                None => worker.kinds.push(kind.clone()),
             }
         }
         worker.kinds.sort_by_key(|kind| kind.from_prompt_tokens);
@@ -358,6 +370,31 @@ mod tests {
             "disaggregated": live(vec![decode, prefill]),
             "colocated": [colocated],
         })
+    }
+
+    #[test]
+    fn who_had_one_step_of_a_kind_takes_it_from_who_had_several() {
+        let kind = |from, fixed_s, ratios: &[f64]| MeasuredKind {
+            from_prompt_tokens: from,
+            cost: StepCost { fixed_s, per_token_s: 0.0, per_context_token_s: 0.0 },
+            ratios: ratios.iter().map(|ratio| (0.5, *ratio)).collect(),
+        };
+        let several = [0.9, 1.1];
+        let one = [1.0, 1.0];
+        let steps = |kinds| MeasuredSteps {
+            planned: StepCost { fixed_s: 1.0, per_token_s: 0.0, per_context_token_s: 0.0 },
+            kinds,
+        };
+        let mut workers = [
+            steps(vec![kind(0, 1.0, &several), kind(64, 9.0, &one)]),
+            steps(vec![kind(0, 2.0, &several), kind(1, 5.0, &one), kind(64, 3.0, &several)]),
+        ];
+        share_kinds(&mut workers);
+        let of = |worker: &MeasuredSteps| {
+            worker.kinds.iter().map(|kind| (kind.from_prompt_tokens, kind.cost.fixed_s)).collect::<Vec<_>>()
+        };
+        assert_eq!(of(&workers[0]), [(0, 1.0), (1, 5.0), (64, 3.0)]);
+        assert_eq!(of(&workers[1]), [(0, 2.0), (1, 5.0), (64, 3.0)]);
     }
 
     #[test]

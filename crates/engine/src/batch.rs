@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use baton_kv::KvLayout;
-use baton_scheduler::{Logits, StepPlan};
+use baton_scheduler::{Logits, RowPart, StepPlan};
 
 use crate::kernels::MAX_QUERIES;
 use crate::sampler;
@@ -14,6 +14,7 @@ pub(crate) struct Bounds {
     pub(crate) vocab: usize,
     pub(crate) context: usize,
     pub(crate) max_step_tokens: usize,
+    pub(crate) num_layers: usize,
     /// Query heads of a KV head.
     pub(crate) group: usize,
 }
@@ -70,6 +71,8 @@ pub(crate) struct Batch {
     /// Tokens whose logits are copied out.
     pub(crate) num_copied: usize,
     work: u64,
+    /// Layers in which the last row takes part, if not in all.
+    part: Option<Range<usize>>,
     /// Which blocks this step writes: the number of the step that last wrote each.
     written: Vec<u64>,
     step: u64,
@@ -84,6 +87,7 @@ impl Batch {
             wanted: Vec::with_capacity(tokens),
             num_copied: 0,
             work: 0,
+            part: None,
             written: vec![0; bounds.num_blocks],
             step: 0,
         }
@@ -125,7 +129,20 @@ impl Batch {
         if next_token != plan.tokens.len() {
             return Err(format!("rows hold {next_token} of {} tokens", plan.tokens.len()));
         }
+        self.part = plan.part.as_ref().map(|part| part.layers.clone());
+        if let Some(part) = &plan.part {
+            check_part(plan, part, bounds)?;
+        }
         self.check_reads(plan, layout)
+    }
+
+    /// Tokens that are computed in a layer: the first so many.
+    pub(crate) fn num_tokens(&self, layer: usize) -> usize {
+        self.places.len() - usize::from(self.leaves_out_last(layer))
+    }
+
+    fn leaves_out_last(&self, layer: usize) -> bool {
+        self.part.as_ref().is_some_and(|layers| !layers.contains(&layer))
     }
 
     /// No row reads a block that another writes in this step: rows are computed in no order. Every row was added before.
@@ -235,16 +252,51 @@ impl Batch {
         Ok(())
     }
 
+    /// What attends in a layer.
+    pub(crate) fn attending(&self, layer: usize) -> Attending<'_> {
+        let (mut units, mut work) = (&self.units[..], self.work);
+        if self.leaves_out_last(layer)
+            && let Some((last, others)) = units.split_last()
+        {
+            (units, work) = (others, last.work_before);
+        }
+        Attending { units, work, by_unit: self.units.len() == self.places.len() }
+    }
+}
+
+/// A row in parts is the last, of one token, and drawn from when it is done.
+fn check_part(plan: &StepPlan, part: &RowPart, bounds: &Bounds) -> Result<(), String> {
+    let layers = &part.layers;
+    if part.num_layers != bounds.num_layers || layers.is_empty() || layers.end > part.num_layers {
+        let (of, num_layers) = (part.num_layers, bounds.num_layers);
+        return Err(format!("layers {layers:?} of {of} for a part, the model has {num_layers}"));
+    }
+    match plan.rows.last() {
+        Some(row) if row.tokens.len() != 1 => Err(format!("a row of {} tokens in parts", row.tokens.len())),
+        Some(row) if row.logits != Logits::None && !part.is_last() => {
+            Err("logits are wanted of a row that is not done".to_owned())
+        }
+        Some(_) => Ok(()),
+        None => Err("a part of no row".to_owned()),
+    }
+}
+
+/// The units that attend in a layer, and how their work is shared.
+#[derive(Clone, Copy)]
+pub(crate) struct Attending<'a> {
+    units: &'a [Unit],
+    /// Of all of them, a head.
+    work: u64,
     /// Whether attention goes unit by unit rather than head by head. Where all are of one token nothing is read twice, and the heads
     /// of a block lie side by side; units of one prompt find a head of K and V in the caches.
-    fn by_unit(&self) -> bool {
-        self.units.len() == self.places.len()
-    }
+    by_unit: bool,
+}
 
+impl<'a> Attending<'a> {
     /// The KV head and the unit of a pair.
-    pub(crate) fn pair(&self, pair: usize, num_kv_heads: usize) -> (usize, &Unit) {
+    pub(crate) fn pair(&self, pair: usize, num_kv_heads: usize) -> (usize, &'a Unit) {
         let num_units = self.units.len();
-        match self.by_unit() {
+        match self.by_unit {
             true => (pair % num_kv_heads, &self.units[pair / num_kv_heads]),
             false => (pair / num_units, &self.units[pair % num_units]),
         }
@@ -252,7 +304,7 @@ impl Batch {
 
     /// How many of the pairs, from the first of them on, are heads of one unit whose queries fit in registers together.
     pub(crate) fn together(&self, pairs: Range<usize>, num_kv_heads: usize, group: usize) -> usize {
-        match self.by_unit() {
+        match self.by_unit {
             true => {
                 pairs.len().min(num_kv_heads - pairs.start % num_kv_heads).min((MAX_QUERIES / group).max(1))
             }
@@ -261,12 +313,12 @@ impl Batch {
     }
 
     /// A member's share of (KV head, unit) pairs: about the same work for each.
-    pub(crate) fn attention_share(&self, index: usize, count: usize, num_kv_heads: usize) -> Range<usize> {
+    pub(crate) fn share(&self, index: usize, count: usize, num_kv_heads: usize) -> Range<usize> {
         let bound = |index: usize| {
             if index == count {
                 return num_kv_heads * self.units.len();
             }
-            if self.by_unit() {
+            if self.by_unit {
                 return self.head_at(self.work * index as u64 / count as u64, num_kv_heads);
             }
             let goal = self.work * num_kv_heads as u64 * index as u64 / count as u64;

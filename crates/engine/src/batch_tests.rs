@@ -20,7 +20,7 @@ fn layout() -> KvLayout {
 }
 
 fn bounds() -> Bounds {
-    Bounds { num_blocks: 10, vocab: 100, context: 64, max_step_tokens: 40, group: 3 }
+    Bounds { num_blocks: 10, vocab: 100, context: 64, max_step_tokens: 40, num_layers: 4, group: 3 }
 }
 
 fn row(position: usize, num_tokens: usize, blocks: &[u32]) -> StepPlan {
@@ -122,7 +122,7 @@ proptest! {
         num_kv_heads in 1usize..9,
         count in 1usize..9,
     ) {
-        let bounds = Bounds { num_blocks: 1, vocab: 1, context: 1, max_step_tokens: 1, group: 3 };
+        let bounds = Bounds { num_blocks: 1, vocab: 1, context: 1, max_step_tokens: 1, num_layers: 4, group: 3 };
         let mut batch = Batch::new(&bounds);
         let mut first = 0;
         for (position, num_tokens) in rows {
@@ -130,16 +130,25 @@ proptest! {
             first += num_tokens;
         }
         prop_assert_eq!(batch.units.iter().map(|u| u.num_tokens).sum::<usize>(), first);
+        // A last row of which only layer 1 is computed.
+        batch.add_units(first..first + 1, 9, 0..0, &bounds);
         let place = Place { position: 0, block: 0, slot: 0 };
-        batch.places = vec![place; first];
-        let mut next = 0;
-        for index in 0..count {
-            let share = batch.attention_share(index, count, num_kv_heads);
-            prop_assert_eq!(share.start, next);
-            prop_assert!(share.end >= share.start);
-            next = share.end;
+        batch.places = vec![place; first + 1];
+        batch.part = Some(1..2);
+        for (layer, left_out) in [(0, 1), (1, 0), (2, 1)] {
+            prop_assert_eq!(batch.num_tokens(layer), first + 1 - left_out);
+            let attending = batch.attending(layer);
+            let mut next = 0;
+            for index in 0..count {
+                let share = attending.share(index, count, num_kv_heads);
+                prop_assert_eq!(share.start, next);
+                prop_assert!(share.end >= share.start);
+                next = share.end;
+            }
+            prop_assert_eq!(next, num_kv_heads * (batch.units.len() - left_out));
+            let pairs = (0..next).map(|pair| attending.pair(pair, num_kv_heads).1.first_token);
+            prop_assert!(pairs.max() <= Some(first - left_out));
         }
-        prop_assert_eq!(next, num_kv_heads * batch.units.len());
     }
 
     #[test]
@@ -149,19 +158,19 @@ proptest! {
         group in 1usize..15,
         count in 1usize..9,
     ) {
-        let bounds = Bounds { num_blocks: 1, vocab: 1, context: 1, max_step_tokens: 1, group };
+        let bounds = Bounds { num_blocks: 1, vocab: 1, context: 1, max_step_tokens: 1, num_layers: 4, group };
         let mut batch = Batch::new(&bounds);
         for (first, &position) in positions.iter().enumerate() {
             batch.add_units(first..first + 1, position, 0..0, &bounds);
             batch.places.push(Place { position: position as u32, block: 0, slot: 0 });
         }
-        let mut seen = Vec::new();
+        let (mut seen, attending) = (Vec::new(), batch.attending(0));
         for index in 0..count {
-            let share = batch.attention_share(index, count, num_kv_heads);
+            let share = attending.share(index, count, num_kv_heads);
             let mut pair = share.start;
             while pair < share.end {
-                let (kv_head, unit) = batch.pair(pair, num_kv_heads);
-                let num = batch.together(pair..share.end, num_kv_heads, group);
+                let (kv_head, unit) = attending.pair(pair, num_kv_heads);
+                let num = attending.together(pair..share.end, num_kv_heads, group);
                 prop_assert!(num == 1 || num * group <= MAX_QUERIES);
                 prop_assert!(num > 0 && kv_head + num <= num_kv_heads);
                 seen.extend((kv_head..kv_head + num).map(|head| (unit.first_token, head)));

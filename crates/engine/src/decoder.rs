@@ -5,6 +5,7 @@
 //! it wrote. These two sentences are the reason why every raw access below is sound.
 
 mod attend;
+mod carry;
 mod leave;
 
 use std::ops::Range;
@@ -14,6 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use baton_model::ModelConfig;
 use baton_scheduler::StepPlan;
 
+pub(crate) use self::carry::Carry;
 use self::leave::{Leaving, OnPoint, Watch};
 use crate::arena::Arena;
 use crate::barrier::Broken;
@@ -122,7 +124,12 @@ impl Decoder {
         let mut watch = Watch::new(&self.outcome.leaving, on_point);
         self.embed(m, step);
         for n in 0..self.weights.layers.len() {
-            self.layer(m, step, n, &mut watch)?;
+            if step.batch.num_tokens(n) > 0 {
+                self.layer(m, step, n, &mut watch)?;
+            } else {
+                // As a layer's own barriers do: nobody says how this layer ended before all have seen how the last one did.
+                m.wait()?;
+            }
             watch.layer_end(n);
             m.wait()?;
             if self.outcome.stopped() {
@@ -133,9 +140,9 @@ impl Decoder {
     }
 
     /// Rows of a member's share: embeddings and rotary angles. Nobody else looks at them before a barrier, the
-    /// norm that follows has the same share.
+    /// norm that follows has the same share. A row that the first layer leaves out was restored before.
     fn embed(&self, m: Member<'_>, step: Step<'_>) {
-        for t in m.share(step.batch.places.len()) {
+        for t in m.share(step.batch.num_tokens(0)) {
             let (hidden, head) = (self.config.hidden, self.config.head_dim);
             // SAFETY: see the top of the file; rows are that long.
             let (x, turns) = unsafe {
@@ -150,7 +157,7 @@ impl Decoder {
     }
 
     fn layer(&self, m: Member<'_>, step: Step<'_>, n: usize, watch: &mut Watch<'_>) -> Result<(), Broken> {
-        let rows = step.batch.places.len();
+        let rows = step.batch.num_tokens(n);
         let (s, layer) = (&self.scratch, &self.weights.layers[n]);
         self.add_and_norm(m, rows, n > 0, &layer.attn_norm);
         m.wait()?;

@@ -9,7 +9,7 @@ use baton_scheduler::{Engine, EngineError, Flow, Sampled, StepOutput, StepPlan, 
 use crate::arena::Arena;
 use crate::batch::{Batch, Bounds, Purpose};
 use crate::config::{CpuEngineConfig, kv_layout};
-use crate::decoder::{Decoder, Outcome, Step};
+use crate::decoder::{Carry, Decoder, Outcome, Step};
 use crate::error::EngineBuildError;
 use crate::kernels::Isa;
 use crate::rope::Rope;
@@ -24,6 +24,8 @@ pub struct CpuEngine {
     team: Team,
     batch: Batch,
     bounds: Bounds,
+    /// Of a row in parts.
+    carry: Carry,
     isa: Isa,
 }
 
@@ -56,6 +58,7 @@ impl CpuEngine {
             vocab: model.vocab,
             context: model.context,
             max_step_tokens: config.max_step_tokens,
+            num_layers: model.num_layers,
             group: model.num_heads / model.num_kv_heads,
         };
         let decoder = Decoder {
@@ -71,7 +74,7 @@ impl CpuEngine {
         let team =
             Team::new(config.num_threads, config.cpus.as_deref()).map_err(EngineBuildError::Threads)?;
         let batch = Batch::new(&bounds);
-        Ok((CpuEngine { decoder, team, batch, bounds, isa: kernels.isa }, arena))
+        Ok((CpuEngine { decoder, team, batch, bounds, carry: Carry::default(), isa: kernels.isa }, arena))
     }
 
     /// The instruction set in use.
@@ -111,6 +114,10 @@ impl Engine for CpuEngine {
         self.bounds.vocab
     }
 
+    fn splits_rows(&self) -> bool {
+        true
+    }
+
     fn step(
         &mut self,
         plan: &StepPlan,
@@ -125,6 +132,7 @@ impl Engine for CpuEngine {
         if plan.is_empty() {
             return Ok(());
         }
+        self.decoder.restore(plan, &self.carry).map_err(EngineError::BadPlan)?;
         output.logits.resize(self.batch.num_copied * self.bounds.vocab, 0.0);
         self.decoder.outcome.start(plan.samplings.len());
         let copied = Matrix::new(output.logits.as_mut_ptr(), self.bounds.vocab);
@@ -144,6 +152,7 @@ impl Engine for CpuEngine {
         if self.decoder.outcome.not_finite() {
             return Err(EngineError::Fatal("logits are not finite".to_owned()));
         }
+        self.decoder.keep(plan, &mut self.carry);
         self.fill(output);
         Ok(())
     }

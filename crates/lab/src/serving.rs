@@ -63,6 +63,8 @@ impl ServingConfig {
             ageing_tokens_per_s: 0.0,
             step_cost: None,
             max_step_ms: f64::MAX,
+            max_step_growth: 0.0,
+            num_layers: 1,
         }
     }
 

@@ -43,6 +43,8 @@ fn running(num_sequences: u64, num_blocks: usize) -> Scheduler {
         ageing_tokens_per_s: 1000.0,
         step_cost: None,
         max_step_ms: 50.0,
+        max_step_growth: 0.0,
+        num_layers: 1,
     };
     let mut scheduler = Scheduler::new(config, BlockPool::new(num_blocks));
     for id in 0..num_sequences {

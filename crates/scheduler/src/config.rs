@@ -32,6 +32,11 @@ pub struct SchedulerConfig {
     /// Expected milliseconds of a step, at most, where prompts decide: a step of decode rows alone takes what it takes, and one
     /// block of a prompt is computed always.
     pub max_step_ms: f64,
+    /// By what share of itself a step of decode rows may grow, as expected, for the row of a newcomer: a longer one is computed in parts (see
+    /// [`crate::RowPart`]). 0 turns that off; an engine that does not split rows needs 0.
+    pub max_step_growth: f64,
+    /// Layers of the model; for rows in parts.
+    pub num_layers: usize,
 }
 
 impl SchedulerConfig {
@@ -52,6 +57,12 @@ impl SchedulerConfig {
         ];
         if self.max_step_ms.is_nan() || self.max_step_ms <= 0.0 {
             return Err(format!("max_step_ms is {}, more than 0 is needed", self.max_step_ms));
+        }
+        if !(self.max_step_growth >= 0.0 && self.max_step_growth.is_finite()) {
+            return Err(format!(
+                "max_step_growth is {}, a share of 0 or more is needed",
+                self.max_step_growth
+            ));
         }
         match least.iter().find(|(_, value, least)| value < least) {
             Some((name, value, least)) => Err(format!("{name} is {value}, at least {least} is needed")),

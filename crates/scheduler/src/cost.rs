@@ -28,12 +28,30 @@ impl StepLoad {
         self.tokens += tokens;
         self.context += tokens * position + tokens * (tokens + 1.0) / 2.0;
     }
+
+    /// Adds `share` of a row of one token.
+    pub(crate) fn add_part(&mut self, position: usize, share: f64) {
+        self.tokens += share;
+        self.context += share * (position + 1) as f64;
+    }
+
+    /// Whether nothing was added.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.tokens == 0.0
+    }
 }
 
 impl StepCost {
     /// Seconds of a step.
     pub(crate) fn seconds(&self, load: &StepLoad) -> f64 {
         self.fixed_s + self.per_token_s * load.tokens + self.per_context_token_s * load.context
+    }
+
+    /// Seconds that a prompt of so many tokens adds to a step.
+    pub(crate) fn prompt_seconds(&self, num_tokens: usize) -> f64 {
+        let mut load = StepLoad::default();
+        load.add(0, num_tokens);
+        self.seconds(&load) - self.fixed_s
     }
 
     /// The largest number of new tokens from `position` on, up to `most`, with which a step of `load` takes at most `max_s` seconds.

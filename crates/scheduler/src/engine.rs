@@ -74,6 +74,12 @@ pub trait Engine: Send {
     /// Size of the vocabulary.
     fn vocab_size(&self) -> usize;
 
+    /// Whether it takes plans with a [`crate::RowPart`]. It then keeps what a row in parts is at between two steps, of one row; a step that is left, or one
+    /// without that row, changes nothing of it.
+    fn splits_rows(&self) -> bool {
+        false
+    }
+
     /// Computes one step: performs `plan.copies` before anything else, embeds all tokens, writes their K and V into their blocks, attends
     /// over them, and samples where asked. `on_point` is called on the calling thread: with each layer's end in order, and in between as
     /// often as the engine can leave the step. A layer that is left has no end.
@@ -99,6 +105,10 @@ impl<E: Engine + ?Sized> Engine for Box<E> {
 
     fn vocab_size(&self) -> usize {
         (**self).vocab_size()
+    }
+
+    fn splits_rows(&self) -> bool {
+        (**self).splits_rows()
     }
 
     fn step(

@@ -86,7 +86,9 @@ impl Scheduler {
 
     /// Forks what goes on; the head's own handles go last, so that nothing is freed meanwhile.
     fn run(&mut self, id: SequenceId, table: &mut baton_kv::BlockTable, members: &[Member]) {
-        let Some(head) = self.sequences.get(&id) else { return };
+        let Some(head) = self.sequences.get_mut(&id) else { return };
+        head.ease_in(self.config.max_step_growth > 0.0);
+        let head = &self.sequences[&id];
         let num_blocks = head.reserved_tokens().div_ceil(self.config.block_size) + 1;
         let output = head.tokens.len() + 1 - head.prompt_len;
         let mut forks = Vec::new();
@@ -107,7 +109,7 @@ impl Scheduler {
         if let Some(token) = members[0].goes_on() {
             if let Some(head) = self.sequences.get_mut(&id) {
                 head.push(token);
-                head.stage = Stage::Running { table: std::mem::take(table) };
+                head.stage = Stage::Running { table: std::mem::take(table), layers_done: 0 };
             }
         } else {
             self.growth.observe(output);

@@ -12,6 +12,7 @@ mod engine;
 mod event;
 mod fork;
 mod growth;
+mod parts;
 mod plan;
 mod preempt;
 mod prompts;
@@ -23,7 +24,7 @@ pub use config::{Refusal, SchedulerConfig};
 pub use cost::StepCost;
 pub use engine::{Engine, EngineError, Flow, Sampled, StepOutput, StepPoint};
 pub use event::{Event, StageCounts};
-pub use plan::{BlockCopy, Logits, PlanRow, RowSampling, SamplingParams, SequenceId, StepPlan};
+pub use plan::{BlockCopy, Logits, PlanRow, RowPart, RowSampling, SamplingParams, SequenceId, StepPlan};
 pub use scheduler::Scheduler;
 pub use sequence::{Finish, FirstToken, NewSequence, Origin};
 

@@ -63,6 +63,28 @@ pub struct PlanRow {
     pub logits: Logits,
 }
 
+/// What a step computes of its last row, where that is not all: some of the model's layers, in steps one after the other, so that a row of a
+/// long context stretches no step of others by all of its time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RowPart {
+    /// These layers; those before were computed in the last step that had this row, for the same token.
+    pub layers: Range<usize>,
+    /// Of so many.
+    pub num_layers: usize,
+}
+
+impl RowPart {
+    /// Whether the row is done with it, and its next token can be drawn.
+    pub const fn is_last(&self) -> bool {
+        self.layers.end == self.num_layers
+    }
+
+    /// Of the whole row.
+    pub fn share(&self) -> f64 {
+        self.layers.len() as f64 / self.num_layers.max(1) as f64
+    }
+}
+
 /// A whole block to copy before the step, in all layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
@@ -85,6 +107,8 @@ pub struct StepPlan {
     pub copies: Vec<BlockCopy>,
     /// How tokens are drawn, in row order.
     pub samplings: Vec<RowSampling>,
+    /// Of the last row, which is of one token then, only this is computed. For an engine that [`crate::Engine::splits_rows`].
+    pub part: Option<RowPart>,
 }
 
 impl StepPlan {
@@ -95,6 +119,7 @@ impl StepPlan {
         self.blocks.clear();
         self.copies.clear();
         self.samplings.clear();
+        self.part = None;
     }
 
     /// Whether there is nothing to compute.
@@ -127,6 +152,37 @@ impl StepPlan {
     /// Appends a row as [`StepPlan::push`] does; all its logits are wanted and nothing is drawn.
     pub fn push_all_logits(&mut self, id: SequenceId, position: usize, tokens: &[u32], blocks: &[u32]) {
         self.add(id, position, tokens, blocks, Logits::All);
+    }
+
+    /// Appends the last row: of one token, and only a part of it. `sampling` says how its next token is drawn once it is done.
+    pub fn push_part(
+        &mut self,
+        (id, position): (SequenceId, usize),
+        token: u32,
+        blocks: &[u32],
+        part: RowPart,
+        sampling: RowSampling,
+    ) {
+        let samplings = if part.is_last() { &[sampling][..] } else { &[] };
+        self.push(id, position, &[token], blocks, samplings);
+        self.part = Some(part);
+    }
+
+    /// New tokens, and for each of them the tokens that it attends over, summed; of a row in parts as much as its part is of it. What
+    /// [`crate::StepCost`] counts.
+    pub fn load(&self) -> (f64, f64) {
+        let whole = |row: &PlanRow| {
+            let (position, tokens) = (row.position as f64, row.tokens.len() as f64);
+            tokens * position + tokens * (tokens + 1.0) / 2.0
+        };
+        let (tokens, context) = (self.tokens.len() as f64, self.rows.iter().map(whole).sum::<f64>());
+        match (&self.part, self.rows.last()) {
+            (Some(part), Some(last)) => {
+                let left_out = 1.0 - part.share();
+                (tokens - left_out, context - left_out * whole(last))
+            }
+            _ => (tokens, context),
+        }
     }
 
     fn add(&mut self, id: SequenceId, position: usize, tokens: &[u32], blocks: &[u32], logits: Logits) {

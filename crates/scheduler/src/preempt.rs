@@ -25,7 +25,7 @@ impl Scheduler {
     pub(crate) fn make_room(&mut self, id: SequenceId) -> bool {
         loop {
             let Some(sequence) = self.sequences.get_mut(&id) else { return false };
-            let Stage::Running { table } = &mut sequence.stage else { return false };
+            let Stage::Running { table, .. } = &mut sequence.stage else { return false };
             let nth = (sequence.tokens.len() - 1) / self.config.block_size;
             // The last of several holders takes the block back and copies nothing.
             if table.is_writable(nth) {

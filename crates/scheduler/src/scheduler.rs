@@ -11,6 +11,7 @@ use crate::cost::StepCost;
 use crate::event::{Event, StageCounts};
 use crate::fork::Draw;
 use crate::growth::Growth;
+use crate::parts::Newcomer;
 use crate::plan::{SequenceId, StepPlan};
 use crate::sequence::{
     FirstToken, IdHasher, NewSequence, Origin, Rank, Sequence, Sequences, Sibling, Stage, Wait,
@@ -37,6 +38,8 @@ pub struct Scheduler {
     pub(crate) cache: Option<PrefixCache>,
     /// Scratch of the planner: prompts by urgency.
     pub(crate) order: Vec<(f64, SequenceId)>,
+    /// Scratch of the planner: rows that may be computed in parts.
+    pub(crate) newcomers: Vec<Newcomer>,
     pub(crate) growth: Growth,
     /// Blocks that sequences preempted by this plan will return when leases end.
     pub(crate) promised: usize,
@@ -65,6 +68,7 @@ impl Scheduler {
             copied: Vec::new(),
             events: Vec::new(),
             order: Vec::new(),
+            newcomers: Vec::new(),
             growth: Growth::new(),
             promised: 0,
             preempted_since_step: false,
@@ -107,6 +111,7 @@ impl Scheduler {
             rank: Rank::new(&new, self.next_order, now),
             preempted: new.preempted,
             kept_until: 0,
+            eased_until: 0,
             head_since: None,
             num_passed: 0,
             origin: new.origin,
@@ -333,7 +338,7 @@ impl Scheduler {
 
     /// Blocks that a step under way may use return when it is over.
     fn let_go(&mut self, sequence: Sequence) {
-        if let Stage::Prefilling { table, .. } | Stage::Running { table } = sequence.stage
+        if let Stage::Prefilling { table, .. } | Stage::Running { table, .. } = sequence.stage
             && !self.plan.is_empty()
         {
             self.retired.push(table);

@@ -37,6 +37,8 @@ fn waiting(num: u64) -> Scheduler {
         ageing_tokens_per_s: 500.0,
         step_cost: None,
         max_step_ms: 500.0,
+        max_step_growth: 0.0,
+        num_layers: 1,
     };
     let mut scheduler = Scheduler::new(config, BlockPool::new(1000));
     (0..num).for_each(|id| scheduler.submit(prompt(id), NOW).unwrap());

@@ -129,9 +129,10 @@ pub(crate) enum Stage {
     Receiving {
         table: BlockTable,
     },
-    /// All tokens but the last are in the blocks.
+    /// All tokens but the last are in the blocks, and the first so many layers of the last one where it is computed in parts.
     Running {
         table: BlockTable,
+        layers_done: usize,
     },
 }
 
@@ -162,6 +163,8 @@ pub(crate) struct Sequence {
     pub(crate) preempted: bool,
     /// Below this length only the oldest may take its blocks: it came back from preemption.
     pub(crate) kept_until: usize,
+    /// Below this length its tokens may be computed in parts.
+    pub(crate) eased_until: usize,
     /// When it first stood at the head of the line.
     pub(crate) head_since: Option<Time>,
     /// Sequences that were admitted while it stood there.
@@ -219,10 +222,11 @@ impl Sequence {
             rank: Rank { sequence: sibling.sequence, ..self.rank },
             preempted: false,
             kept_until: self.kept_until,
+            eased_until: self.eased_until,
             head_since: None,
             num_passed: 0,
             started: true,
-            stage: Stage::Running { table },
+            stage: Stage::Running { table, layers_done: 0 },
         }
     }
 
@@ -270,7 +274,7 @@ impl Sequence {
             Stage::Prefilling { table, .. }
             | Stage::Held { table }
             | Stage::Receiving { table }
-            | Stage::Running { table } => Some(table),
+            | Stage::Running { table, .. } => Some(table),
         }
     }
 
@@ -280,7 +284,7 @@ impl Sequence {
             Stage::Prefilling { table, .. }
             | Stage::Held { table }
             | Stage::Receiving { table }
-            | Stage::Running { table } => Some(table),
+            | Stage::Running { table, .. } => Some(table),
         }
     }
 

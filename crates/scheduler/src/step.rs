@@ -7,7 +7,7 @@ use crate::event::Event;
 use crate::fork::Draw;
 use crate::plan::{PlanRow, RowSampling, SequenceId, StepPlan};
 use crate::scheduler::Scheduler;
-use crate::sequence::{Finish, Origin, Stage};
+use crate::sequence::{Finish, Origin, Sequence, Stage};
 
 impl Scheduler {
     /// Decides the next step: decode rows first, then prefill chunks under the budgets of tokens and time. An empty plan means that
@@ -23,7 +23,14 @@ impl Scheduler {
         self.open_prompts(now);
         let mut load = StepLoad::default();
         self.plan_decode_rows(&mut load);
-        self.plan_chunks(&mut load, now);
+        let part = self.plan_newcomers(&mut load);
+        if let Some((newcomer, layers)) = &part {
+            load.add_part(newcomer.position(), layers.len() as f64 / self.config.num_layers as f64);
+        }
+        self.plan_chunks(&mut load, usize::from(part.is_some()), now);
+        if let Some((newcomer, layers)) = part {
+            self.plan_part(&newcomer, layers);
+        }
         &self.plan
     }
 
@@ -38,36 +45,44 @@ impl Scheduler {
         self.copied.clear();
     }
 
-    /// One row for each running sequence, by rank.
+    /// One row for each running sequence, by rank. Newcomers are only gathered, once they have room.
     fn plan_decode_rows(&mut self, load: &mut StepLoad) {
         // Prompts keep one block of the budget, so that many decoding sequences can't starve a local prefill.
         let prefilling =
             self.active.iter().any(|id| matches!(self.sequences[id].stage, Stage::Prefilling { .. }));
         let kept = if prefilling { self.config.block_size } else { 0 };
         let max_rows = self.config.max_step_tokens.saturating_sub(kept);
+        self.newcomers.clear();
         let mut nth = 0;
         while let Some(&id) = self.active.get(nth) {
-            if self.plan.rows.len() >= max_rows {
+            if self.plan.rows.len() + self.newcomers.len() >= max_rows {
                 return;
             }
-            if self.make_room(id)
-                && let Some(sequence) = self.sequences.get(&id)
-                && let Stage::Running { table } = &sequence.stage
-            {
-                let position = sequence.tokens.len() - 1;
-                let newest = &sequence.tokens[position..];
-                let sampling = sequence.row_sampling(sequence.sequence);
-                self.plan.push(id, position, newest, table.ids(), &[sampling]);
-                load.add(position, 1);
+            if self.make_room(id) {
+                match self.sequences.get(&id).and_then(Sequence::as_newcomer) {
+                    Some(newcomer) => self.newcomers.push(newcomer),
+                    None => self.plan_decode_row(id, load),
+                }
             }
             // Preemption takes from behind this one, or this one.
             nth += usize::from(self.active.get(nth) == Some(&id));
         }
     }
 
+    /// The row of a running sequence that has room for its newest token.
+    pub(crate) fn plan_decode_row(&mut self, id: SequenceId, load: &mut StepLoad) {
+        let Some(sequence) = self.sequences.get(&id) else { return };
+        let Stage::Running { table, .. } = &sequence.stage else { return };
+        let position = sequence.tokens.len() - 1;
+        let newest = &sequence.tokens[position..];
+        let sampling = sequence.row_sampling(sequence.sequence);
+        self.plan.push(id, position, newest, table.ids(), &[sampling]);
+        load.add(position, 1);
+    }
+
     /// Prefill chunks, the most urgent first, on a decode worker by rank. A chunk ends on a block boundary or at the prompt's end.
-    fn plan_chunks(&mut self, load: &mut StepLoad, now: Time) {
-        let num_decoding = self.plan.rows.len();
+    fn plan_chunks(&mut self, load: &mut StepLoad, num_parts: usize, now: Time) {
+        let num_decoding = self.plan.rows.len() + num_parts;
         let mut budget = self.config.max_step_tokens.saturating_sub(num_decoding);
         if num_decoding > 0 {
             budget = budget.min(self.config.local_prefill_tokens);
@@ -85,18 +100,23 @@ impl Scheduler {
         }
         // Stable, and most often sorted already.
         order.sort_by(|a, b| a.0.total_cmp(&b.0));
+        // Tokens of prompts that end in this step.
+        let mut ending = 0;
         for (nth, &(_, id)) in order.iter().enumerate() {
             let sequence = &self.sequences[&id];
             let Stage::Prefilling { table, computed } = &sequence.stage else { continue };
             let position = *computed;
-            let behind = order[nth + 1..].iter().map(|(_, id)| &self.sequences[id]);
-            let gives_way = || behind.map(|s| self.tokens_to_compute(s)).any(|rest| rest <= budget / 2);
+            let behind = order[nth + 1..].iter().map(|(_, id)| self.tokens_to_compute(&self.sequences[id]));
+            // As many of them as can end in half of the step.
+            let end_behind =
+                || behind.fold(0, |sum, rest| if sum + rest <= budget / 2 { sum + rest } else { sum });
             let rest = sequence.tokens.len() - position;
-            let most = self.chunk(load, position, rest, budget, gives_way);
+            let most = self.chunk(load, (position, rest), budget, (ending, end_behind));
             let (end, last) = chunk_end(position, sequence.tokens.len(), most, self.config.block_size);
             if end == position {
                 continue;
             }
+            ending += if last { end - position } else { 0 };
             let samplings: Vec<RowSampling> = if last { sequence.samplings().collect() } else { Vec::new() };
             self.plan.push(id, position, &sequence.tokens[position..end], table.ids(), &samplings);
             load.add(position, end - position);
@@ -106,30 +126,39 @@ impl Scheduler {
         self.order = order;
     }
 
-    /// Tokens of a prompt from `position` on for which the step has tokens and time left. If not all `rest` of them fit it takes half,
-    /// where it `gives_way` to one behind that can end in the other half: so a giant that is first by its age can't keep
-    /// a short one from its first token. The first prompt may always go on by a block.
+    /// Tokens of a prompt from `position` on for which the step has tokens and time left. If not all `rest` of them fit, and others end in this step, those before it
+    /// and those that can `end_behind` it, with so many tokens, it takes as long as they do, and leaves half to those behind: so a giant,
+    /// first by its age or filling what is left, keeps no short one from its first token, nor long. The first prompt may always go on by a block.
     fn chunk(
         &self,
         load: &StepLoad,
-        position: usize,
-        rest: usize,
+        (position, rest): (usize, usize),
         budget: usize,
-        gives_way: impl FnOnce() -> bool,
+        (ending, end_behind): (usize, impl FnOnce() -> usize),
     ) -> usize {
         let is_first = load.num_chunks == 0;
-        let within = |share: usize| {
+        let block = self.config.block_size;
+        let within = |share: usize, most_s: f64| {
             let Some(cost) = &self.config.step_cost else { return budget / share };
             let spent_s = cost.seconds(load);
-            let left_s = (self.config.max_step_ms / 1e3 - spent_s).max(0.0);
-            cost.tokens_within(spent_s + left_s / share as f64, load, position, budget / share)
+            let left_s = (self.config.max_step_ms / 1e3 - spent_s).max(0.0) / share as f64;
+            cost.tokens_within(spent_s + left_s.min(most_s), load, position, budget / share)
         };
-        let mut most = within(1);
+        let mut most = within(1, f64::INFINITY);
         // Who gets no block has nothing to give, and looks at nobody: there may be hundreds of open prompts.
-        if (self.config.block_size..rest).contains(&most) && gives_way() {
-            most = within(2);
+        if (block..rest).contains(&most) {
+            let behind = end_behind();
+            if ending + behind > 0 {
+                let share = if behind > 0 { 2 } else { 1 };
+                // Time counts where it is known, and tokens where it is not.
+                let fair = match &self.config.step_cost {
+                    Some(cost) => within(share, cost.prompt_seconds(ending + behind)),
+                    None => (ending + behind).min(budget / share),
+                };
+                most = fair.max(block);
+            }
         }
-        if is_first { most.max(budget.min(self.config.block_size)) } else { most }
+        if is_first { most.max(budget.min(block)) } else { most }
     }
 
     /// Takes in what the engine computed for the current plan. A stopped step changes nothing.
@@ -141,6 +170,9 @@ impl Scheduler {
         if !output.stopped {
             if !self.preempted_since_step {
                 self.growth.step();
+            }
+            if let (Some(part), Some(row)) = (&plan.part, plan.rows.last()) {
+                self.apply_part(row.id, part);
             }
             let mut sampled = output.sampled.as_slice();
             for (nth, row) in plan.rows.iter().enumerate() {

@@ -55,6 +55,8 @@ fn config(cache: bool) -> SchedulerConfig {
         ageing_tokens_per_s: 1000.0,
         step_cost: None,
         max_step_ms: 50.0,
+        max_step_growth: 0.0,
+        num_layers: 1,
     }
 }
 

@@ -47,6 +47,8 @@ pub struct WorkerShape {
     pub local_prefill_tokens: usize,
     /// Expected milliseconds of a step with prompt tokens, at most.
     pub max_step_ms: f64,
+    /// By what share of itself a decode step may grow for a newcomer's row; 0: rows are computed whole.
+    pub max_step_growth: f64,
     /// Sequences with blocks.
     pub max_num_seqs: usize,
     /// Sequences that wait.
@@ -112,6 +114,7 @@ impl Shape {
                 max_step_tokens: 2_048,
                 local_prefill_tokens: 256,
                 max_step_ms: 100.0,
+                max_step_growth: 0.0,
                 max_num_seqs: 256,
                 max_queue: 1_024,
                 max_open_prompts: 4,
@@ -165,6 +168,7 @@ impl Shape {
                 max_step_tokens: block_size * random.between(1..=8) as usize,
                 local_prefill_tokens: block_size,
                 max_step_ms: [50.0, 3.0][random.index(2)],
+                max_step_growth: if block_size == 8 { 0.0 } else { 0.01 },
                 max_num_seqs: if crowded { 16 } else { 8 },
                 max_queue: 16,
                 max_open_prompts: 2,

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use baton_kv::{KvDtype, KvLayout};
 use baton_scheduler::{
-    Engine, EngineError, Flow, Logits, PlanRow, Sampled, StepCost, StepOutput, StepPlan, StepPoint,
+    Engine, EngineError, Flow, Logits, PlanRow, Sampled, SequenceId, StepCost, StepOutput, StepPlan,
+    StepPoint,
 };
 
 use crate::hash::{EMPTY, draw, embed, kv, mix};
@@ -37,6 +38,8 @@ pub struct TimingEngine {
     layout: KvLayout,
     memory: FingerprintMemory,
     hidden: Vec<u64>,
+    /// Of a row in parts: whose, at which position and layer it was left, and its hidden state there.
+    carry: Option<((SequenceId, usize, usize), u64)>,
     last_step_time: Duration,
     /// Measured; in place of the roofline.
     cost: Option<StepCost>,
@@ -57,7 +60,15 @@ impl TimingEngine {
             numerics_id: "timing".into(),
         };
         let memory = FingerprintMemory::new(config.num_layers, config.num_blocks, config.block_size);
-        Self { config, layout, memory, hidden: Vec::new(), last_step_time: Duration::ZERO, cost: None }
+        Self {
+            config,
+            layout,
+            memory,
+            hidden: Vec::new(),
+            carry: None,
+            last_step_time: Duration::ZERO,
+            cost: None,
+        }
     }
 
     /// From now on steps take what a real device's steps were measured to, in place of what the roofline says.
@@ -154,15 +165,47 @@ impl TimingEngine {
             work.num_context += position + tokens;
             work.num_attended += position * tokens + tokens * (tokens + 1) / 2;
         }
+        if let (Some(part), Some(row)) = (&plan.part, plan.rows.last()) {
+            let left_out = ((1.0 - part.share()) * (row.position + 1) as f64) as u64;
+            work.num_context -= left_out;
+            work.num_attended -= left_out;
+        }
         work
+    }
+
+    /// Where the last row goes on, if it was begun in steps before.
+    fn resume(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        let (Some(part), Some(row)) = (&plan.part, plan.rows.last()) else { return Ok(()) };
+        // Without layers the pseudo model's tokens depend on none, so that a row may be in parts of any.
+        let knows = self.config.num_layers == 0 || part.num_layers == self.config.num_layers;
+        if !knows || part.layers.end > part.num_layers || row.tokens.len() != 1 {
+            return Err(EngineError::BadPlan(format!("a part {part:?} of {} tokens", row.tokens.len())));
+        }
+        if part.layers.start == 0 {
+            return Ok(());
+        }
+        match (self.carry, self.hidden.last_mut()) {
+            (Some((at, hidden)), Some(last)) if at == (row.id, row.position, part.layers.start) => {
+                *last = hidden
+            }
+            (carry, _) => return Err(EngineError::BadPlan(format!("a part {part:?} after {carry:?}"))),
+        }
+        Ok(())
+    }
+
+    /// Keeps the last row if it is not done.
+    fn leave(&mut self, plan: &StepPlan) {
+        if let (Some(part), Some(row), Some(&hidden)) = (&plan.part, plan.rows.last(), self.hidden.last()) {
+            let at = (row.id, row.position, part.layers.end);
+            self.carry = (!part.is_last()).then_some((at, hidden));
+        }
     }
 }
 
 /// What a step of this work costs by the measured costs; their contexts are tokens attended over.
-fn measured(cost: &StepCost, work: &StepWork) -> Duration {
+fn measured(cost: &StepCost, (tokens, attended): (f64, f64)) -> Duration {
     let StepCost { fixed_s, per_token_s, per_context_token_s } = *cost;
-    let seconds =
-        fixed_s + per_token_s * work.num_tokens as f64 + per_context_token_s * work.num_attended as f64;
+    let seconds = fixed_s + per_token_s * tokens + per_context_token_s * attended;
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::from_secs(86_400))
 }
 
@@ -183,6 +226,10 @@ impl Engine for TimingEngine {
         self.config.vocab as usize
     }
 
+    fn splits_rows(&self) -> bool {
+        true
+    }
+
     fn step(
         &mut self,
         plan: &StepPlan,
@@ -196,15 +243,16 @@ impl Engine for TimingEngine {
         if !plan.copies.iter().all(|copy| self.memory.copy(copy.from, copy.to)) {
             return Err(EngineError::BadPlan("a copy outside the memory".into()));
         }
-        let work = Self::work(plan);
         self.last_step_time = match &self.cost {
-            Some(cost) => measured(cost, &work),
-            None => self.config.roofline.step_time(&self.config.shape, &work),
+            Some(cost) => measured(cost, plan.load()),
+            None => self.config.roofline.step_time(&self.config.shape, &Self::work(plan)),
         };
         self.hidden.clear();
         self.hidden.extend(plan.tokens.iter().map(|token| embed(*token)));
+        self.resume(plan)?;
         for layer in 0..self.config.num_layers {
-            for row in &plan.rows {
+            let leaves_out_last = plan.part.as_ref().is_some_and(|part| !part.layers.contains(&layer));
+            for row in &plan.rows[..plan.rows.len().saturating_sub(usize::from(leaves_out_last))] {
                 self.layer(layer, row, plan);
             }
             if on_point(StepPoint::LayerEnd(layer)) == Flow::Stop {
@@ -212,6 +260,7 @@ impl Engine for TimingEngine {
                 return Ok(());
             }
         }
+        self.leave(plan);
         for (nth, row) in plan.rows.iter().enumerate() {
             let Logits::Sample(wanted) = &row.logits else { continue };
             let hidden = row.tokens.end.checked_sub(1).and_then(|at| self.hidden.get(at)).copied();

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use baton_kv::WriteLease;
 use baton_scheduler::{
-    Engine, Flow, NewSequence, Origin, Refusal, RowSampling, SequenceId, StepOutput, StepPlan,
+    Engine, Flow, NewSequence, Origin, Refusal, RowSampling, SchedulerConfig, SequenceId, StepCost,
+    StepOutput, StepPlan,
 };
 use baton_timing::{ModelShape, Roofline, TimingConfig, TimingEngine, pseudo_token, pseudo_tokens};
 use support::{BLOCK, Device, Harness, VOCAB, config, group};
@@ -31,9 +32,10 @@ fn engine(num_blocks: usize) -> TimingEngine {
 }
 
 impl Device for TimingEngine {
-    fn step(&mut self, plan: &StepPlan) -> StepOutput {
+    fn step(&mut self, plan: &StepPlan, stopped: bool) -> StepOutput {
         let mut output = StepOutput::default();
-        Engine::step(self, plan, &mut output, &mut |_| Flow::Continue).unwrap();
+        let flow = if stopped { Flow::Stop } else { Flow::Continue };
+        Engine::step(self, plan, &mut output, &mut |_| flow).unwrap();
         output
     }
 
@@ -44,7 +46,7 @@ impl Device for TimingEngine {
         let mut plan = StepPlan::default();
         let blocks: Vec<u32> = (0..num_blocks as u32).collect();
         plan.push(SequenceId(0), 0, tokens, &blocks, &[]);
-        Device::step(&mut source, &plan);
+        Device::step(&mut source, &plan, false);
         for layer in 0..LAYERS {
             for nth in lease.skip()..num_blocks {
                 let num_tokens = BLOCK.min(tokens.len() - nth * BLOCK);
@@ -111,12 +113,19 @@ fn drive(seed: u64) -> (usize, u64) {
     let mut random = Random(seed);
     let num_blocks = 6 + random.below(16) as usize;
     let prefill = random.below(4) == 0;
-    let mut harness = Harness::on(engine(num_blocks), config(), num_blocks);
+    // In every second run a context is so dear that newcomers are computed layer by layer.
+    let dear = StepCost { fixed_s: 1e-3, per_token_s: 1e-5, per_context_token_s: 2e-5 };
+    let config = match seed % 2 {
+        0 => config(),
+        _ => SchedulerConfig { step_cost: Some(dear), max_step_growth: 0.1, num_layers: LAYERS, ..config() },
+    };
+    let mut harness = Harness::on(engine(num_blocks), config, num_blocks);
     for nth in 0..80 {
         match random.below(12) {
             0..3 => submit(&mut harness, &mut random, nth * 10, prefill),
             3..8 => _ = harness.step(),
             8 => {
+                harness.step_with(true, |_| {});
                 let at = random.below(100) as usize;
                 _ = harness.step_with(false, |harness| cancel(harness, at));
             }
@@ -152,7 +161,7 @@ fn a_copy_that_is_not_done_gives_other_tokens() {
     while !harness.scheduler.is_empty() {
         let mut plan = harness.scheduler.plan(harness.now).clone();
         plan.copies.clear();
-        let output = Device::step(&mut harness.device, &plan);
+        let output = Device::step(&mut harness.device, &plan, false);
         harness.scheduler.apply(&output, harness.now);
         harness.events();
     }
@@ -172,7 +181,7 @@ fn a_copy_that_is_not_done_gives_other_tokens() {
 fn a_roofline_bounds_the_steps_of_a_scheduler() {
     let cost = ROOFLINE.step_cost(&SHAPE);
     // The weights once take 10 ms, a token 2 ms.
-    let config = baton_scheduler::SchedulerConfig { step_cost: Some(cost), max_step_ms: 30.0, ..config() };
+    let config = SchedulerConfig { step_cost: Some(cost), max_step_ms: 30.0, ..config() };
     let mut harness = Harness::on(engine(40), config, 40);
     harness.submit(group(1, 2, Origin::Prefill, (10..50).collect(), 6)).unwrap();
     let mut chunks = 0;

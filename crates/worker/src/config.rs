@@ -93,7 +93,7 @@ pub struct WorkerConfig {
 
     /// Expected time of a step that computes prompts, at most, in milliseconds, 1 to 60000: with a long context a chunk is shorter
     /// than --max-step-tokens
-    #[arg(long, env = "BATON_MAX_STEP_MS", value_name = "MS", default_value_t = 500,
+    #[arg(long, env = "BATON_MAX_STEP_MS", value_name = "MS", default_value_t = 200,
           value_parser = clap::value_parser!(u32).range(1..=60000))]
     pub max_step_ms: u32,
 

@@ -77,6 +77,9 @@ pub(crate) fn settle_current_thread(what: &str, cpus: Option<&CpuList>, nice: i3
     }
 }
 
+/// The shortest of turns.
+const SHORT_NS: u64 = 300_000;
+
 /// How long a thread computes before others on its CPU have their turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turns {
@@ -85,6 +88,14 @@ pub enum Turns {
     /// A fraction of that, for a thread that mostly waits and then has something to pass on. Linux from 6.12 on lets it break into a longer turn
     /// the moment it wakes; with usual turns it may wait for the end of that one. Its share of the time stays what it was.
     Short,
+    /// One and a half times that, for whoever is woken by a thread with short turns, message by message: it must not break into that one's turn before all messages are
+    /// written, since who is interrupted with work left may have to wait for a whole turn of a step.
+    NextShort,
+    /// Twice the shortest, for a client beside them.
+    LastShort,
+    /// Two and a half times the shortest, for a step that yields about as often: Linux takes what is left of a turn from who yields, which of a
+    /// usual turn is most of it, so that beside another program the step would get next to nothing.
+    Yielding,
 }
 
 impl Turns {
@@ -95,7 +106,10 @@ impl Turns {
     pub fn take(self) -> io::Result<()> {
         let turn_ns = match self {
             Turns::Usual => 0,
-            Turns::Short => 200_000,
+            Turns::Short => SHORT_NS,
+            Turns::NextShort => SHORT_NS * 3 / 2,
+            Turns::LastShort => SHORT_NS * 2,
+            Turns::Yielding => SHORT_NS * 5 / 2,
         };
         set_turn(turn_ns)
     }

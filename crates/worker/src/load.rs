@@ -21,6 +21,8 @@ use crate::{WorkerConfig, WorkerError};
 pub struct Scheduling {
     /// Prompt tokens of one step while other sequences decode, at most.
     pub local_prefill_tokens: usize,
+    /// By what share of itself a step of decode rows may grow for a newcomer's row; a longer one is computed in parts, where the engine can. 0: never.
+    pub max_step_growth: f64,
     /// Partly prefilled prompts, at most.
     pub max_open_prompts: usize,
     /// Prompts offered ahead of being computed, at most.
@@ -35,6 +37,7 @@ impl Default for Scheduling {
     fn default() -> Self {
         Self {
             local_prefill_tokens: 256,
+            max_step_growth: 0.0,
             max_open_prompts: 4,
             lookahead: 4,
             max_receiving_share: 0.5,
@@ -57,7 +60,12 @@ pub(crate) fn load(
     let (engine, memory) = planned.build(&model, plan.num_blocks)?;
     let pool = BlockPool::new(plan.num_blocks);
     let cache_salt = config.prefix_cache.then(|| memory.layout().cache_salt());
-    let scheduler_config = SchedulerConfig { cache_salt, ..scheduler_config(config, scheduling, context) };
+    let scheduler_config = SchedulerConfig {
+        cache_salt,
+        max_step_growth: if engine.splits_rows() { scheduling.max_step_growth } else { 0.0 },
+        num_layers: memory.layout().num_layers,
+        ..scheduler_config(config, scheduling, context)
+    };
     scheduler_config.check().map_err(|reason| WorkerError::config("scheduling options", reason))?;
     let scheduler = Scheduler::new(scheduler_config, pool.clone());
     let limits = RequestLimits {
@@ -175,5 +183,7 @@ fn scheduler_config(config: &WorkerConfig, scheduling: &Scheduling, context: usi
         // The step loop fits it.
         step_cost: None,
         max_step_ms: f64::from(config.max_step_ms),
+        max_step_growth: 0.0,
+        num_layers: 0,
     }
 }

@@ -37,14 +37,17 @@ impl<E: Engine> Engine for PacedEngine<E> {
         self.inner.vocab_size()
     }
 
+    fn splits_rows(&self) -> bool {
+        self.inner.splits_rows()
+    }
+
     fn step(
         &mut self,
         plan: &StepPlan,
         output: &mut StepOutput,
         on_point: &mut dyn FnMut(StepPoint) -> Flow,
     ) -> Result<(), EngineError> {
-        let num_tokens = u32::try_from(plan.tokens.len()).unwrap_or(u32::MAX);
-        let layer_time = self.layer_token.saturating_mul(num_tokens);
+        let layer_time = self.layer_token.mul_f64(plan.load().0);
         let started = Instant::now();
         self.inner.step(plan, output, &mut |point| {
             if let StepPoint::LayerEnd(layer) = point {

@@ -50,7 +50,7 @@ pub(crate) async fn time(at: SocketAddr, body: &Value, caller: &Caller) -> Times
 fn exchange(at: SocketAddr, request: &str) -> Result<Times, String> {
     let text = |error: std::io::Error| error.to_string();
     // Its clock is not to wait for a core.
-    let _ = Turns::Short.take();
+    let _ = Turns::LastShort.take();
     let mut socket = TcpStream::connect(at).map_err(text)?;
     socket.set_nodelay(true).map_err(text)?;
     socket.set_read_timeout(Some(ANSWER_BOUND)).map_err(text)?;

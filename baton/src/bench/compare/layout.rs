@@ -77,7 +77,8 @@ impl Layout {
         };
         // What is longer than a step can be is cut all the same.
         let piece = chunk.unwrap_or(longest).clamp(16, MAX_STEP_TOKENS - OTHER_TOKENS);
-        let step_ms = chunk.is_none().then_some(UNBOUNDED_STEP_MS);
+        // So that it is cut by tokens alone.
+        let step_ms = Some(UNBOUNDED_STEP_MS);
         Limits { piece: Some(piece), step_tokens: (piece + OTHER_TOKENS).max(STEP_TOKENS), step_ms }
     }
 

@@ -262,7 +262,7 @@ impl<'a> Comparing<'a> {
         };
         bind(beside.as_ref());
         // A clock that waits for its turn measures that too.
-        let _ = Turns::Short.take();
+        let _ = Turns::LastShort.take();
         Ok(cluster)
     }
 

@@ -1,6 +1,7 @@
 //! What a run on one cluster came to.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -48,6 +49,12 @@ pub(super) struct Outcome {
     pub(super) itl_shares_ms: Vec<(f64, f64)>,
     /// The longest of these gaps that ended; null when there was none.
     pub(super) worst_gap: Option<WorstGap>,
+    /// Those of them before an answer's second token: after a handoff the rest of a step that runs, and a step.
+    pub(super) first_gap_ms: Option<Summary>,
+    /// The others.
+    pub(super) later_itl_ms: Option<Summary>,
+    /// Gaps of the arriving requests.
+    pub(super) arrival_itl_ms: Option<Summary>,
     /// Gaps of the streams before the first request arrived.
     pub(super) quiet_itl_ms: Option<Summary>,
     /// Of the arriving requests.
@@ -165,6 +172,15 @@ impl Outcome {
             itl_ms: itl.summary(),
             itl_shares_ms: itl.shares(&SHARES),
             worst_gap: worst_gap(run),
+            first_gap_ms: gaps_of(run, 0..1),
+            later_itl_ms: gaps_of(run, 1..usize::MAX),
+            arrival_itl_ms: run
+                .arrivals
+                .iter()
+                .flat_map(Record::gaps)
+                .map(|(_, gap)| ms(gap))
+                .collect::<Samples>()
+                .summary(),
             quiet_itl_ms: quiet.summary(),
             ttft_each_ms: run.arrivals.iter().filter_map(Record::ttft).map(ms).collect(),
             ttft_ms: run.arrivals.iter().filter_map(Record::ttft).map(ms).collect::<Samples>().summary(),
@@ -184,6 +200,16 @@ impl Outcome {
             gaps,
         }
     }
+}
+
+/// Gaps of the streams that ended while requests arrived, those with these numbers within their answers.
+fn gaps_of(run: &Run, numbers: Range<usize>) -> Option<Summary> {
+    let of = |record: &Record| {
+        let gaps = record.gaps().enumerate().filter(|(nth, _)| numbers.contains(nth));
+        let within = gaps.filter(|(_, (at, _))| (run.start..=run.end).contains(at));
+        within.map(|(_, (_, gap))| ms(gap)).collect::<Vec<_>>()
+    };
+    run.victims().iter().flat_map(of).collect::<Samples>().summary()
 }
 
 fn worst_gap(run: &Run) -> Option<WorstGap> {
@@ -323,6 +349,12 @@ mod tests {
         assert_eq!(outcome.itl_shares_ms.last(), Some(&(0.999, 200.0)));
         let worst = outcome.worst_gap.unwrap();
         assert_eq!((worst.ms, worst.ended_s, worst.token, worst.exposed_ms), (200.0, 0.205, 5, None));
+        // The stream's first gap ended before anything arrived.
+        assert_eq!((outcome.first_gap_ms, outcome.later_itl_ms.unwrap().count), (None, 3));
+        assert_eq!(outcome.arrival_itl_ms.unwrap().max, 60.0);
+        let early = Run { start: run().quiet, ..run() };
+        let early = Outcome::of(&early, counts.clone(), slo);
+        assert_eq!((early.first_gap_ms.unwrap().max, early.later_itl_ms.unwrap().max), (10.0, 200.0));
         assert_eq!((outcome.blocked.client_ms, outcome.blocked.client_stalls), (190.0, 1));
         assert_eq!(outcome.blocked.by_prefills_ms(), Some(182.0));
         assert_eq!(

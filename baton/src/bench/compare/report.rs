@@ -192,10 +192,12 @@ impl Comparison {
 
 type Cell = fn(&Outcome) -> String;
 
-const ROWS: [(&str, Cell); 21] = [
+const ROWS: [(&str, Cell); 24] = [
     ("gap p50", |o| of(o.itl_ms, |s| s.p50)),
     ("gap p99", |o| of(o.itl_ms, |s| s.p99)),
     ("gap worst", |o| of(o.itl_ms, |s| s.max)),
+    ("  before a second token", |o| of(o.first_gap_ms, |s| s.max)),
+    ("  before a later one", |o| of(o.later_itl_ms, |s| s.max)),
     ("gap p50, no arrivals", |o| of(o.quiet_itl_ms, |s| s.p50)),
     ("gap p99, no arrivals", |o| of(o.quiet_itl_ms, |s| s.p99)),
     ("p99 / p50", |o| ratio(o.itl_ms, |s| s.p99, o.itl_ms, |s| s.p50)),
@@ -203,6 +205,7 @@ const ROWS: [(&str, Cell); 21] = [
     ("p99 / p99, no arrivals", |o| ratio(o.itl_ms, |s| s.p99, o.quiet_itl_ms, |s| s.p99)),
     ("TTFT p50", |o| of(o.ttft_ms, |s| s.p50)),
     ("TTFT p99", |o| of(o.ttft_ms, |s| s.p99)),
+    ("arrivals' gap p50", |o| of(o.arrival_itl_ms, |s| s.p50)),
     ("TPOT p50", |o| of(o.tpot_ms, |s| s.p50)),
     ("output tokens/s", |o| format!("{:.1}", o.output_tokens_per_s)),
     ("requests in SLO / all", |o| format!("{} / {}", o.requests_in_slo, o.requests)),
@@ -256,6 +259,9 @@ pub(super) mod tests {
             itl_ms: itl,
             itl_shares_ms: Vec::new(),
             worst_gap: None,
+            first_gap_ms: None,
+            later_itl_ms: None,
+            arrival_itl_ms: None,
             quiet_itl_ms: flat(usual),
             ttft_ms: flat(ttft),
             ttft_each_ms: vec![ttft],

@@ -90,6 +90,7 @@ impl CudaEngine {
             vocab: model.vocab,
             context: model.context,
             max_step_tokens: config.max_step_tokens,
+            num_layers: model.num_layers,
             group,
         };
         let engine = CudaEngine {
@@ -256,6 +257,11 @@ impl Engine for CudaEngine {
         output.sampled.clear();
         output.logits.clear();
         output.stopped = false;
+        if plan.part.is_some() {
+            return Err(EngineError::BadPlan(
+                "a row in parts, on a device that computes whole rows".to_owned(),
+            ));
+        }
         self.batch.prepare(plan, self.arena.layout(), &self.bounds).map_err(EngineError::BadPlan)?;
         self.device.bind().map_err(fatal)?;
         if let Some(padded) = self.padded(plan) {

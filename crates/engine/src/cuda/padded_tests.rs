@@ -33,7 +33,8 @@ fn built(plan: &StepPlan, padded: Padded) -> Tables {
         arrangement: String::new(),
         numerics_id: String::new(),
     };
-    let bounds = Bounds { num_blocks: 512, vocab: 300, context: 1024, max_step_tokens: 256, group: 4 };
+    let bounds =
+        Bounds { num_blocks: 512, vocab: 300, context: 1024, max_step_tokens: 256, num_layers: 4, group: 4 };
     let mut batch = Batch::new(&bounds);
     batch.prepare(plan, &layout, &bounds).unwrap();
     let mut tables = Tables::default();

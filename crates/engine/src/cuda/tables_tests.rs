@@ -19,7 +19,8 @@ fn built(plan: &StepPlan, max_decode_items: usize) -> Tables {
         arrangement: String::new(),
         numerics_id: String::new(),
     };
-    let bounds = Bounds { num_blocks: 64, vocab: 300, context: 1024, max_step_tokens: 256, group: 4 };
+    let bounds =
+        Bounds { num_blocks: 64, vocab: 300, context: 1024, max_step_tokens: 256, num_layers: 4, group: 4 };
     let mut batch = Batch::new(&bounds);
     batch.prepare(plan, &layout, &bounds).unwrap();
     let mut tables = Tables::default();

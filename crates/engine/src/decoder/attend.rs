@@ -54,7 +54,7 @@ impl Decoder {
         let block_bytes = self.arena.layout().block_layer_bytes();
         let weights = &self.weights.layers[layer];
         let [_, (_, k_column), (_, v_column)] = &weights.qkv.parts[..] else { return };
-        for t in m.share(step.batch.places.len()) {
+        for t in m.share(step.batch.num_tokens(layer)) {
             let place = step.batch.places[t];
             let qkv = self.scratch.qkv.row(t);
             // SAFETY: see the top of `decoder`; a row holds q, k and v at these columns. The plan was checked: the block
@@ -133,12 +133,13 @@ impl Decoder {
         let (q, out) = (self.scratch.qkv, self.scratch.attended);
         let watch = RefCell::new(watch);
         let leaves = || watch.borrow_mut().leaves();
-        let mut share = step.batch.attention_share(m.index(), m.count(), c.num_kv_heads);
+        let attending = step.batch.attending(layer);
+        let mut share = attending.share(m.index(), m.count(), c.num_kv_heads);
         while !share.is_empty() && !leaves() {
-            let (kv_head, unit) = step.batch.pair(share.start, c.num_kv_heads);
-            let num_heads = step.batch.together(share.clone(), c.num_kv_heads, group);
+            let (kv_head, unit) = attending.pair(share.start, c.num_kv_heads);
+            let num_heads = attending.together(share.clone(), c.num_kv_heads, group);
             share.start += num_heads;
-            let next = (!share.is_empty()).then(|| step.batch.pair(share.start, c.num_kv_heads));
+            let next = (!share.is_empty()).then(|| attending.pair(share.start, c.num_kv_heads));
             let column = kv_head * group * c.head_dim;
             let attend = Attend {
                 q: q.row(unit.first_token).wrapping_add(column),

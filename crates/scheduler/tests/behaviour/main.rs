@@ -2,6 +2,7 @@
 
 mod admission;
 mod caching;
+mod parts;
 mod preemption;
 mod prompts;
 mod queue;

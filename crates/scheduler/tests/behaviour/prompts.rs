@@ -127,6 +127,28 @@ fn beside_a_prompt_of_100_000_tokens_a_short_one_waits_at_most_two_chunks_more_t
 }
 
 #[test]
+fn a_step_in_which_a_short_prompt_ends_takes_about_twice_what_that_takes() {
+    let mut harness = timed();
+    harness.submit(sequence(0, Origin::Prefill, vec![3; 100_000], 2)).unwrap();
+    for (id, len) in [(1, 16), (2, 64), (3, 200)] {
+        // By then the giant is first, by its age.
+        for _ in 0..40 * id {
+            timed_step(&mut harness);
+        }
+        let alone = COST.fixed_s + COST.per_token_s * len as f64;
+        harness.submit(sequence(id, Origin::Prefill, vec![4; len], 2)).unwrap();
+        let before = harness.scheduler.num_prompt_tokens_computed();
+        let took = timed_step(&mut harness);
+        assert!(has_token(&harness, id), "in the very next step");
+        // A block of the giant at least, so that it goes on whatever comes.
+        let block = 4.0 * (COST.per_token_s + 100_000.0 * COST.per_context_token_s);
+        assert!(took <= 2.0 * alone + block, "{len} tokens: {took} s, alone {alone}");
+        assert!(harness.scheduler.num_prompt_tokens_computed() - before >= len as u64 + 4);
+        harness.release_all();
+    }
+}
+
+#[test]
 fn beside_more_giants_than_may_be_open_or_offered_a_short_one_waits_no_longer() {
     let mut harness = timed();
     for id in 0..9 {

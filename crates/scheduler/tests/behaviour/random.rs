@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use baton_scheduler::{NewSequence, Origin, Refusal, SequenceId};
+use baton_scheduler::{NewSequence, Origin, Refusal, SchedulerConfig, SequenceId, StepCost};
 use proptest::prelude::*;
 
 use crate::support::{Harness, Slots, config, group};
@@ -69,7 +69,13 @@ fn submit(harness: &mut Harness<Slots>, new: NewSequence) {
 }
 
 fn drive(num_blocks: usize, ops: Vec<Op>) {
-    let mut harness = Harness::new(config(), num_blocks);
+    // In every second pool a context is so dear that newcomers are computed in parts.
+    let dear = StepCost { fixed_s: 1e-3, per_token_s: 1e-5, per_context_token_s: 2e-5 };
+    let config = match num_blocks % 2 {
+        0 => config(),
+        _ => SchedulerConfig { step_cost: Some(dear), max_step_growth: 0.1, num_layers: 5, ..config() },
+    };
+    let mut harness = Harness::new(config, num_blocks);
     for (nth, op) in ops.into_iter().enumerate() {
         match op {
             Op::Submit { origin, n, len, max_new, priority, cache } => {

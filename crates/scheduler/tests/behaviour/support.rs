@@ -17,19 +17,39 @@ pub const VOCAB: u32 = 50;
 
 /// What executes plans.
 pub trait Device {
-    fn step(&mut self, plan: &StepPlan) -> StepOutput;
+    /// A step that is `stopped` is left before its end.
+    fn step(&mut self, plan: &StepPlan, stopped: bool) -> StepOutput;
     /// What a transfer would have brought.
     fn receive(&mut self, lease: &WriteLease, tokens: &[u32]);
     /// The token that follows `tokens` in an undisturbed run.
     fn next_token(&self, tokens: &[u32], sampling: &RowSampling) -> u32;
 }
 
-/// Block memory that remembers the token in each slot; the next token is a hash of all tokens before it.
+/// Block memory that remembers the token in each slot; the next token is a hash of all tokens before it. And the row in parts that was
+/// left off: whose, at which position, and at which layer.
 #[derive(Default)]
-pub struct Slots(HashMap<(u32, usize), u32>);
+pub struct Slots(HashMap<(u32, usize), u32>, Option<(SequenceId, usize, usize)>);
+
+impl Slots {
+    /// A row in parts is the last, goes on where it was left off, and is drawn from at its end.
+    fn check_part(&mut self, plan: &StepPlan, stopped: bool) {
+        let Some(part) = &plan.part else { return };
+        let row = plan.rows.last().expect("a part of a row");
+        assert_eq!(row.tokens.len(), 1);
+        assert_eq!(part.is_last(), row.logits != Logits::None);
+        assert!(part.layers.start < part.layers.end && part.layers.end <= part.num_layers, "{part:?}");
+        if part.layers.start > 0 {
+            assert_eq!(self.1, Some((row.id, row.position, part.layers.start)), "left off elsewhere");
+        }
+        if !stopped {
+            self.1 = (!part.is_last()).then_some((row.id, row.position, part.layers.end));
+        }
+    }
+}
 
 impl Device for Slots {
-    fn step(&mut self, plan: &StepPlan) -> StepOutput {
+    fn step(&mut self, plan: &StepPlan, stopped: bool) -> StepOutput {
+        self.check_part(plan, stopped);
         for copy in &plan.copies {
             for slot in 0..BLOCK {
                 let token = self.0.get(&(copy.from, slot)).copied().unwrap_or(u32::MAX);
@@ -92,6 +112,8 @@ pub fn config() -> SchedulerConfig {
         ageing_tokens_per_s: 1000.0,
         step_cost: None,
         max_step_ms: 50.0,
+        max_step_growth: 0.0,
+        num_layers: 1,
     }
 }
 
@@ -308,7 +330,7 @@ impl<D: Device> Harness<D> {
         between(self);
         self.check();
         if !plan.is_empty() {
-            let output = self.device.step(&plan);
+            let output = self.device.step(&plan, stopped);
             self.scheduler.apply(&StepOutput { stopped, ..output }, self.now);
         }
         self.events();

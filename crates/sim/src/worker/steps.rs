@@ -121,6 +121,12 @@ impl Steps {
                 ageing_tokens_per_s: 20.0,
                 step_cost: Some(planned.unwrap_or_else(|| shape.device.step_cost())),
                 max_step_ms: config.max_step_ms,
+                max_step_growth: config.max_step_growth,
+                // The pseudo model's own, if it has any.
+                num_layers: match context.fidelity.num_layers() {
+                    0 => shape.device.model.num_layers,
+                    num_layers => num_layers,
+                },
             },
             BlockPool::new(num_blocks),
         );

@@ -113,6 +113,8 @@ pub struct WorkerMetrics {
     pub forks: Counter,
     /// Shared blocks that were copied because one of their holders wrote.
     pub block_copies: Counter,
+    /// Steps that computed some layers of a newcomer's row.
+    pub row_parts: Counter,
     /// Sequences that gave up their blocks to others.
     pub preemptions: Counter,
     /// Those of them that left to be resumed elsewhere.
@@ -186,6 +188,7 @@ impl WorkerMetrics {
             generated_tokens: Counter::default(),
             forks: Counter::default(),
             block_copies: Counter::default(),
+            row_parts: Counter::default(),
             preemptions: Counter::default(),
             preempted_gone: Counter::default(),
             kv_sent_bytes: Counter::default(),
@@ -210,6 +213,7 @@ impl WorkerMetrics {
             ("baton_generated_tokens", "Tokens sampled here", &self.generated_tokens),
             ("baton_forks", "Sequences forked from another one's prompt", &self.forks),
             ("baton_block_copies", "Shared blocks copied before a write", &self.block_copies),
+            ("baton_row_parts", "Steps that computed some layers of a long newcomer's row", &self.row_parts),
             ("baton_preemptions", "Sequences that gave up their blocks", &self.preemptions),
             ("baton_preempted_gone", "Preempted sequences that left this worker", &self.preempted_gone),
             ("baton_kv_sent_bytes", "KV payload bytes sent, resends included", &self.kv_sent_bytes),

@@ -148,11 +148,8 @@ impl LeastSquares {
 
 /// The features of a plan's step.
 pub(super) fn features(plan: &StepPlan) -> Features {
-    let context = plan.rows.iter().map(|row| {
-        let (position, tokens) = (row.position as f64, row.tokens.len() as f64);
-        tokens * position + tokens * (tokens + 1.0) / 2.0
-    });
-    [1.0, plan.tokens.len() as f64, context.sum()]
+    let (tokens, context) = plan.load();
+    [1.0, tokens, context]
 }
 
 #[cfg(test)]

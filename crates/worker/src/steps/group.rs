@@ -38,6 +38,8 @@ pub(super) struct Group {
     pub(super) started: Cell<bool>,
     /// When it began to.
     started_at: Cell<Time>,
+    /// Steps of the worker that had begun by then.
+    started_step: Cell<u64>,
     /// Who ran when room was reserved for its prompt, to be computed elsewhere.
     victims: RefCell<Vec<SequenceId>>,
     /// What they were spared.
@@ -55,8 +57,8 @@ pub(super) struct Member {
     pub(super) sequence: u32,
     /// Where its run is counted; on a prefill worker nowhere.
     board: Option<Arc<RunBoard>>,
-    /// When its last token came from here.
-    last_token: Cell<Option<Time>>,
+    /// When its last token came from here, and the number of the step that gave it.
+    last_token: Cell<Option<(Time, u64)>>,
     /// It gave up its blocks and is to be computed again.
     pub(super) preempted: Cell<bool>,
 }
@@ -105,6 +107,7 @@ impl Members {
             first_step: Cell::new(None),
             started: Cell::new(false),
             started_at: Cell::new(Time::ZERO),
+            started_step: Cell::new(0),
             victims: RefCell::default(),
             avoided: Cell::new(None),
             head_stopped: Cell::new(false),
@@ -200,9 +203,11 @@ impl Member {
         let was_preempted = self.preempted.replace(false);
         let board = self.board.as_ref()?;
         // The first token of what was computed here is no gap; that of what came from elsewhere is one from its start here.
-        let start = self.group.is_remote.then(|| self.group.started_at.get());
-        let from = self.last_token.replace(Some(at)).or(start)?;
-        let gap = watch.gap(from, at, was_preempted);
+        let start =
+            self.group.is_remote.then(|| (self.group.started_at.get(), self.group.started_step.get()));
+        let (from, step) = self.last_token.replace(Some((at, watch.num_steps()))).or(start)?;
+        let num_steps = u32::try_from(watch.num_steps() - step).unwrap_or(u32::MAX);
+        let gap = watch.gap((from, at), num_steps, was_preempted);
         board.token(at.saturating_sub(from), watch.num_decoding());
         if gap.is_stall || is_chunk(gap.cause) {
             metrics.blocked(gap.cause.name(), gap.blocked.as_secs_f64());
@@ -219,9 +224,10 @@ impl Member {
 
 impl Group {
     /// It runs from now on.
-    pub(super) fn start(&self, at: Time) {
+    pub(super) fn start(&self, at: Time, watch: &StallWatch) {
         self.started.set(true);
         self.started_at.set(at);
+        self.started_step.set(watch.num_steps());
     }
 
     /// Tells what nobody has to know: a reader that is behind keeps its room for what it must.

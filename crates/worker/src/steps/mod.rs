@@ -18,6 +18,7 @@ mod stall;
 mod stats;
 mod thread;
 mod tracer;
+mod yielding;
 
 #[cfg(test)]
 mod tests;

@@ -24,6 +24,7 @@ use super::profile::Planned;
 use super::rates::StepMeter;
 use super::stall::{Chunk, StallWatch};
 use super::tracer::{StepTracer, TracedStep};
+use super::yielding::Yielding;
 use crate::Clock;
 
 /// The pool recounts itself once in this many steps.
@@ -45,6 +46,7 @@ pub(super) struct StepLoop {
     boundaries: Boundaries,
     stalls: StallWatch,
     tracer: StepTracer,
+    yielding: Yielding,
     /// The next three keep their memory from step to step.
     events: Vec<Event>,
     output: StepOutput,
@@ -71,11 +73,23 @@ pub(super) struct Parts {
     pub(super) metrics: WorkerMetrics,
     pub(super) tracing: Tracing,
     pub(super) stall_threshold: Duration,
+    /// Whether its steps let others on their CPU go first.
+    pub(super) gives_way: bool,
 }
 
 impl StepLoop {
     pub(super) fn new(parts: Parts) -> Self {
-        let Parts { shared, commands, scheduler, engine, clock, metrics, tracing, stall_threshold } = parts;
+        let Parts {
+            shared,
+            commands,
+            scheduler,
+            engine,
+            clock,
+            metrics,
+            tracing,
+            stall_threshold,
+            gives_way,
+        } = parts;
         Self {
             shared,
             commands,
@@ -89,6 +103,7 @@ impl StepLoop {
             boundaries: Boundaries::new(),
             stalls: StallWatch::new(stall_threshold),
             tracer: StepTracer::new(tracing),
+            yielding: Yielding::new(gives_way),
             events: Vec::new(),
             output: StepOutput::default(),
             rows: Vec::new(),
@@ -238,7 +253,7 @@ impl StepLoop {
         let group = &member.group;
         note(&self.metrics, group, &event);
         match event {
-            SequenceEvent::Started { .. } => group.start(at),
+            SequenceEvent::Started { .. } => group.start(at, &self.stalls),
             // From now on its prompt may be computed elsewhere. When that is done some of these have ended, and who began anew waits behind it.
             SequenceEvent::Reserved { .. } => self.members.note_victims(id, at),
             SequenceEvent::Preempted { .. } => member.preempted.set(true),
@@ -284,8 +299,9 @@ impl StepLoop {
     fn step(&mut self) -> Result<bool, EngineError> {
         self.watch_rows(self.clock.now());
         let traced = self.traced_step();
-        let (shared, rows) = (&self.shared, &self.rows);
+        let (shared, rows, yielding) = (&self.shared, &self.rows, &mut self.yielding);
         let mut on_point = |point| {
+            yielding.at_point();
             if let StepPoint::LayerEnd(layer) = point {
                 shared.progress.fetch_add(1, Ordering::Relaxed);
                 for row in rows {
@@ -316,6 +332,7 @@ impl StepLoop {
             }
             self.shared.learnt(cost, self.meter.residual(), self.meter.level());
             self.metrics.block_copies.inc_by(self.scheduler.current_plan().copies.len() as u64);
+            self.metrics.row_parts.inc_by(u64::from(self.scheduler.current_plan().part.is_some()));
         }
         if let Some(traced) = traced {
             let plan = self.scheduler.current_plan();

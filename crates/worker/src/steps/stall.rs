@@ -79,6 +79,8 @@ pub(super) struct StallWatch {
     expected: Option<Duration>,
     num_decoding: u32,
     largest: Option<Chunk>,
+    /// Since the start.
+    num_steps: u64,
 }
 
 impl StallWatch {
@@ -90,12 +92,14 @@ impl StallWatch {
             expected: None,
             num_decoding: 0,
             largest: None,
+            num_steps: 0,
         }
     }
 
     /// A step is about to be computed; its rows follow.
     pub(super) fn begin(&mut self, now: Time) {
         (self.began, self.expected, self.num_decoding, self.largest) = (now, None, 0, None);
+        self.num_steps += 1;
     }
 
     /// A running sequence gets a token in this step.
@@ -120,6 +124,11 @@ impl StallWatch {
         self.num_decoding
     }
 
+    /// Steps that began until now.
+    pub(super) const fn num_steps(&self) -> u64 {
+        self.num_steps
+    }
+
     /// When this step began.
     pub(super) const fn began(&self) -> Time {
         self.began
@@ -139,8 +148,9 @@ impl StallWatch {
         self.notes.push_back(Note { began: self.began, ended: now, cause, blocker });
     }
 
-    /// What the gap from `from` to the end of the last step was. Of several steps in it the longest one with more than decoding explains it.
-    pub(super) fn gap(&self, from: Time, to: Time, was_preempted: bool) -> Gap {
+    /// What the gap from `from` to the end of the last step was, of `num_steps` steps: more than one where a row is computed in parts. Of several steps the
+    /// longest one with more than decoding explains it.
+    pub(super) fn gap(&self, (from, to): (Time, Time), num_steps: u32, was_preempted: bool) -> Gap {
         let within = self.notes.iter().rev().take_while(|note| note.ended > from);
         let longest = within.max_by_key(|note| note.ended - note.began);
         let (cause, blocker) = match longest {
@@ -150,7 +160,9 @@ impl StallWatch {
         };
         // Before the first step that only decoded, all of a step with a prompt counts, and of others nothing.
         let unknown = if is_chunk(cause) { Duration::ZERO } else { Duration::MAX };
-        let blocked = to.saturating_sub(from).saturating_sub(self.expected.unwrap_or(unknown));
+        let expected =
+            self.expected.map(|step| if was_preempted { step } else { step.saturating_mul(num_steps) });
+        let blocked = to.saturating_sub(from).saturating_sub(expected.unwrap_or(unknown));
         Gap { cause, blocked, blocker, is_stall: blocked >= self.threshold }
     }
 }
@@ -186,19 +198,19 @@ mod tests {
     fn each_cause_is_known_and_the_largest_chunk_is_the_blocker() {
         let mut watch = StallWatch::new(ms(20));
         step(&mut watch, 100, 140, &[chunk(8, true, 1), chunk(64, false, 2), chunk(8, false, 3)], 1);
-        let gap = watch.gap(ms(100), ms(140), false);
+        let gap = watch.gap((ms(100), ms(140)), 1, false);
         let want =
             Gap { cause: StallCause::LocalPrefill, blocked: ms(30), blocker: Some(owner(2)), is_stall: true };
         assert_eq!(gap, want);
         step(&mut watch, 140, 200, &[chunk(64, true, 1)], 0);
-        let gap = watch.gap(ms(140), ms(200), false);
+        let gap = watch.gap((ms(140), ms(200)), 1, false);
         assert_eq!((gap.cause, gap.blocker, gap.blocked), (StallCause::Resume, Some(owner(1)), ms(50)));
         step(&mut watch, 200, 240, &[], 2);
-        assert_eq!(watch.gap(ms(200), ms(240), false).cause, StallCause::Copy);
+        assert_eq!(watch.gap((ms(200), ms(240)), 1, false).cause, StallCause::Copy);
         step(&mut watch, 240, 280, &[], 0);
-        let gap = watch.gap(ms(240), ms(280), false);
+        let gap = watch.gap((ms(240), ms(280)), 1, false);
         assert_eq!((gap.cause, gap.blocker, gap.is_stall), (StallCause::SlowStep, None, true));
-        let gap = watch.gap(ms(100), ms(280), true);
+        let gap = watch.gap((ms(100), ms(280)), 1, true);
         assert_eq!((gap.cause, gap.blocked), (StallCause::Preemption, ms(170)));
     }
 
@@ -206,11 +218,11 @@ mod tests {
     fn what_is_short_of_the_threshold_is_blocked_but_no_stall() {
         let mut watch = StallWatch::new(ms(20));
         step(&mut watch, 0, 29, &[chunk(16, false, 1)], 0);
-        let gap = watch.gap(ms(0), ms(29), false);
+        let gap = watch.gap((ms(0), ms(29)), 1, false);
         assert_eq!((gap.blocked, gap.is_stall), (ms(19), false));
-        assert!(watch.gap(ms(0), ms(30), false).is_stall);
+        assert!(watch.gap((ms(0), ms(30)), 1, false).is_stall);
         // Quicker than expected.
-        assert_eq!(watch.gap(ms(25), ms(29), false).blocked, ms(0));
+        assert_eq!(watch.gap((ms(25), ms(29)), 1, false).blocked, ms(0));
     }
 
     #[test]
@@ -220,7 +232,7 @@ mod tests {
         step(&mut watch, 500, 540, &[chunk(16, false, 1)], 0);
         step(&mut watch, 540, 640, &[chunk(16, false, 2)], 0);
         step(&mut watch, 640, 650, &[], 0);
-        assert_eq!(watch.gap(ms(500), ms(650), false).blocker, Some(owner(2)));
+        assert_eq!(watch.gap((ms(500), ms(650)), 1, false).blocker, Some(owner(2)));
         for n in 0..100 {
             step(&mut watch, 650 + n, 651 + n, &[chunk(16, false, 3)], 0);
         }
@@ -228,14 +240,26 @@ mod tests {
     }
 
     #[test]
+    fn a_row_in_parts_may_take_as_many_steps() {
+        let mut watch = StallWatch::new(ms(20));
+        for n in 0..4 {
+            step(&mut watch, 11 * n, 11 * (n + 1), &[], 0);
+        }
+        assert_eq!(watch.num_steps(), 4);
+        let gap = watch.gap((ms(0), ms(44)), 4, false);
+        assert_eq!((gap.blocked, gap.is_stall), (ms(4), false));
+        assert_eq!(watch.gap((ms(0), ms(44)), 4, true).blocked, ms(34), "it waited, and was computed in one");
+    }
+
+    #[test]
     fn before_anything_only_decoded_a_slow_step_is_no_stall_but_a_prompt_blocks() {
         let mut watch = StallWatch::new(ms(20));
         watch.begin(ms(0));
         watch.end(ms(100), 0);
-        assert!(!watch.gap(ms(0), ms(100), false).is_stall);
+        assert!(!watch.gap((ms(0), ms(100)), 1, false).is_stall);
         watch.begin(ms(100));
         watch.chunk(chunk(64, false, 1));
         watch.end(ms(200), 0);
-        assert_eq!(watch.gap(ms(100), ms(200), false).blocked, ms(100));
+        assert_eq!(watch.gap((ms(100), ms(200)), 1, false).blocked, ms(100));
     }
 }

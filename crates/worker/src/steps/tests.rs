@@ -151,6 +151,8 @@ impl Bench {
             ageing_tokens_per_s: 0.0,
             step_cost: None,
             max_step_ms: 60_000.0,
+            max_step_growth: 0.0,
+            num_layers: 1,
         };
         let metrics = WorkerMetrics::new();
         let scheduler = Scheduler::new(config, pool.clone());

@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 
 use super::handle::StepHandle;
 use super::run::{Parts, StepLoop};
-use crate::cpus::{CpuList, settle_current_thread};
+use crate::cpus::{CpuList, Turns, settle_current_thread};
 use crate::state::{Lifecycle, State};
 use crate::{Clock, WorkerError};
 
@@ -20,7 +20,7 @@ use crate::{Clock, WorkerError};
 pub struct StepThreadOptions {
     /// CPUs to bind to.
     pub cpus: Option<CpuList>,
-    /// How much it gives way to others, 0 to 19.
+    /// How much it gives way to others, 0 to 19; above 0 its steps yield now and then.
     pub nice: i32,
     /// The worker's clock.
     pub clock: Clock,
@@ -68,6 +68,11 @@ impl StepThread {
             // Set first, so that a stop that comes while the engine is built is not slept over.
             let _ = shared.thread.set(std::thread::current());
             settle_current_thread("step", options.cpus.as_ref(), options.nice);
+            if options.nice > 0
+                && let Err(error) = Turns::Yielding.take()
+            {
+                tracing::debug!(%error, "the step thread can't be given turns of its own");
+            }
             let Built { engine, scheduler } = match build(&building) {
                 Ok(built) => built,
                 Err(error) => {
@@ -81,9 +86,18 @@ impl StepThread {
             scheduler.pool().on_free(Box::new(move || waker.wake()));
             let _ = sender.send(Ok(()));
             let _failure = FailOnPanic(lifecycle.clone());
-            let StepThreadOptions { clock, tracing, stall_threshold, .. } = options;
-            let parts =
-                Parts { shared, commands, scheduler, engine, clock, metrics, tracing, stall_threshold };
+            let StepThreadOptions { clock, tracing, stall_threshold, nice, .. } = options;
+            let parts = Parts {
+                shared,
+                commands,
+                scheduler,
+                engine,
+                clock,
+                metrics,
+                tracing,
+                stall_threshold,
+                gives_way: nice > 0,
+            };
             if let Err(error) = StepLoop::new(parts).run() {
                 lifecycle.set(State::Failed(error.to_string()));
             }

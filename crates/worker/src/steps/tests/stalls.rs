@@ -199,7 +199,7 @@ fn following_eight_sequences_costs_next_to_nothing() {
             watch.expect(Some(Duration::from_millis(1)));
             watch.end(to, usize::from(step % 100 == 0));
             for board in &boards {
-                let gap = watch.gap(from, to, false);
+                let gap = watch.gap((from, to), 1, false);
                 board.token(to - from, watch.num_decoding());
                 assert!(!gap.is_stall);
             }
