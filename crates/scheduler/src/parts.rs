@@ -99,8 +99,15 @@ impl Scheduler {
         self.plan.push_part((newcomer.id, newcomer.position), token, table.ids(), part, sampling);
     }
 
-    /// A part was computed.
+    /// A part was computed. The engine keeps one row: another one, whose sequence had no room for its token since, begins anew.
     pub(crate) fn apply_part(&mut self, id: SequenceId, part: &RowPart) {
+        let begun = if part.is_last() { None } else { Some(id) };
+        if let Some(other) = std::mem::replace(&mut self.begun, begun).filter(|&other| other != id)
+            && let Some(Sequence { stage: Stage::Running { layers_done, .. }, .. }) =
+                self.sequences.get_mut(&other)
+        {
+            *layers_done = 0;
+        }
         if let Some(sequence) = self.sequences.get_mut(&id)
             && let Stage::Running { layers_done, .. } = &mut sequence.stage
         {

@@ -40,6 +40,8 @@ pub struct Scheduler {
     pub(crate) order: Vec<(f64, SequenceId)>,
     /// Scratch of the planner: rows that may be computed in parts.
     pub(crate) newcomers: Vec<Newcomer>,
+    /// Whose row the engine keeps, unless that sequence is gone.
+    pub(crate) begun: Option<SequenceId>,
     pub(crate) growth: Growth,
     /// Blocks that sequences preempted by this plan will return when leases end.
     pub(crate) promised: usize,
@@ -69,6 +71,7 @@ impl Scheduler {
             events: Vec::new(),
             order: Vec::new(),
             newcomers: Vec::new(),
+            begun: None,
             growth: Growth::new(),
             promised: 0,
             preempted_since_step: false,

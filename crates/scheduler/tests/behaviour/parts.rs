@@ -9,9 +9,13 @@ const COST: StepCost = StepCost { fixed_s: 2e-3, per_token_s: 0.5e-3, per_contex
 const LAYERS: usize = 30;
 
 fn harness(max_step_growth: f64) -> Harness<Slots> {
+    with_rows(64, max_step_growth)
+}
+
+fn with_rows(max_step_tokens: usize, max_step_growth: f64) -> Harness<Slots> {
     let config = SchedulerConfig {
         context: 10_000,
-        max_step_tokens: 64,
+        max_step_tokens,
         local_prefill_tokens: 16,
         step_cost: Some(COST),
         max_step_growth,
@@ -165,6 +169,29 @@ fn who_is_cancelled_in_the_middle_leaves_its_place_to_the_next() {
     harness.step_with(true, |_| {});
     let (again, next) = step(&mut harness).0.unwrap();
     assert_eq!((again, next.layers.start), (9, part.layers.end));
+}
+
+/// The engine keeps one row: if another is begun since there were too many for a step, the first one begins anew.
+#[test]
+fn who_had_no_place_in_a_step_while_another_began_begins_anew() {
+    let mut harness = with_rows(4, 0.1);
+    three_decode(&mut harness);
+    harness.submit(endless(8, Origin::Remote, 2_000)).unwrap();
+    harness.deliver(0);
+    assert_eq!(step(&mut harness).0.map(|(id, part)| (id, part.layers.start)), Some((8, 0)));
+    // One that is older takes the fourth place.
+    let age = std::time::Duration::from_secs(60);
+    harness.submit(NewSequence { age, ..endless(9, Origin::Remote, 2_000) }).unwrap();
+    harness.deliver(0);
+    assert_eq!(step(&mut harness).0.map(|(id, part)| (id, part.layers.start)), Some((9, 0)));
+    harness.cancel(SequenceId(9));
+    let (id, part) = step(&mut harness).0.unwrap();
+    assert_eq!((id, part.layers.start), (8, 0));
+    while num_tokens(&harness, 8) < 3 {
+        step(&mut harness);
+    }
+    (0..3).for_each(|id| harness.cancel(SequenceId(id)));
+    harness.cancel(SequenceId(8));
 }
 
 #[test]
