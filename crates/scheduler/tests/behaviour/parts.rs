@@ -31,6 +31,12 @@ fn endless(id: u64, origin: Origin, len: usize) -> NewSequence {
     NewSequence { stop_tokens: vec![], ..sequence(id, origin, vec![id as u32; len], 4_000) }
 }
 
+/// A long one comes by handoff.
+fn arrives(harness: &mut Harness<Slots>, id: u64) {
+    harness.submit(endless(id, Origin::Remote, 2_000)).unwrap();
+    harness.deliver(0);
+}
+
 /// Three that decode, at a context of 500, and no newcomers any more.
 fn three_decode(harness: &mut Harness<Slots>) {
     for id in 0..3 {
@@ -71,8 +77,7 @@ fn step(harness: &mut Harness<Slots>) -> (Option<(u64, RowPart)>, f64) {
 fn a_long_newcomer_stretches_no_step_and_the_others_get_a_token_in_each() {
     let mut harness = harness(0.1);
     three_decode(&mut harness);
-    harness.submit(endless(9, Origin::Remote, 2_000)).unwrap();
-    harness.deliver(0);
+    arrives(&mut harness, 9);
     let (mut steps, before) = (0, num_tokens(&harness, 0));
     let mut layers = Vec::new();
     while num_tokens(&harness, 9) < 17 {
@@ -126,10 +131,8 @@ fn short_newcomers_those_alone_and_all_where_it_is_turned_off_are_computed_whole
 fn two_take_turns_and_three_are_what_steps_are_made_of() {
     let mut harness = harness(0.1);
     three_decode(&mut harness);
-    for id in [8, 9] {
-        harness.submit(endless(id, Origin::Remote, 2_000)).unwrap();
-        harness.deliver(0);
-    }
+    arrives(&mut harness, 8);
+    arrives(&mut harness, 9);
     let mut turns = Vec::new();
     for _ in 0..40 {
         let id = step(&mut harness).0.expect("a part").0;
@@ -140,8 +143,7 @@ fn two_take_turns_and_three_are_what_steps_are_made_of() {
     }
     assert_eq!(turns, [8, 9, 8, 9, 8, 9, 8, 9]);
     step(&mut harness);
-    harness.submit(endless(7, Origin::Remote, 2_000)).unwrap();
-    harness.deliver(0);
+    arrives(&mut harness, 7);
     // What was begun is ended at once, and then all have a row.
     let counts = |harness: &Harness<Slots>| [7, 8, 9].map(|id| num_tokens(harness, id));
     let before = counts(&harness);
@@ -155,10 +157,8 @@ fn two_take_turns_and_three_are_what_steps_are_made_of() {
 fn who_is_cancelled_in_the_middle_leaves_its_place_to_the_next() {
     let mut harness = harness(0.1);
     three_decode(&mut harness);
-    for id in [8, 9] {
-        harness.submit(endless(id, Origin::Remote, 2_000)).unwrap();
-        harness.deliver(0);
-    }
+    arrives(&mut harness, 8);
+    arrives(&mut harness, 9);
     let (id, part) = step(&mut harness).0.unwrap();
     assert_eq!((id, part.layers.start), (8, 0));
     // While its second part is computed.
@@ -176,8 +176,7 @@ fn who_is_cancelled_in_the_middle_leaves_its_place_to_the_next() {
 fn who_had_no_place_in_a_step_while_another_began_begins_anew() {
     let mut harness = with_rows(4, 0.1);
     three_decode(&mut harness);
-    harness.submit(endless(8, Origin::Remote, 2_000)).unwrap();
-    harness.deliver(0);
+    arrives(&mut harness, 8);
     assert_eq!(step(&mut harness).0.map(|(id, part)| (id, part.layers.start)), Some((8, 0)));
     // One that is older takes the fourth place.
     let age = std::time::Duration::from_secs(60);
@@ -198,8 +197,7 @@ fn who_had_no_place_in_a_step_while_another_began_begins_anew() {
 fn a_local_prompt_beside_a_part_is_computed_too() {
     let mut harness = harness(0.1);
     three_decode(&mut harness);
-    harness.submit(endless(9, Origin::Remote, 2_000)).unwrap();
-    harness.deliver(0);
+    arrives(&mut harness, 9);
     harness.submit(endless(4, Origin::Local, 40)).unwrap();
     let mut parts = 0;
     while num_tokens(&harness, 4) == 0 {
